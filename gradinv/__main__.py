@@ -1,0 +1,109 @@
+"""The command line: `python -m gradinv chapters | run | claims | fetch | train`."""
+
+import argparse
+import pathlib
+import sys
+
+from gradinv import claims, data
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 where a chapter failed, 2 for a wrong argument, 130 after Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    from gradinv.chapters import ChapterError  # papermill is needed from here on only
+
+    try:
+        options.command(options)
+    except ChapterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; finished chapters are kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m gradinv", description="Gradient Inversion, Reproduced")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    listing = commands.add_parser("chapters", help="what there is, and how long each takes")
+    listing.set_defaults(command=_chapters)
+
+    run = commands.add_parser("run", help="execute chapters")
+    run.add_argument("chapters", nargs="*", metavar="CHAPTER", help="all of them if none is named")
+    run.add_argument("--scale", default="laptop", help="smoke, laptop or full (default: laptop)")
+    run.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--out", type=pathlib.Path, help="folder for notebooks and results (default: _build/runs)")
+    run.add_argument("--budget", type=float, metavar="SECONDS", help="stop before this many seconds are over")
+    run.add_argument("--write", action="store_true", help="put the outputs into notebooks/ and book/results/ too")
+    run.set_defaults(command=_run)
+
+    ledger = commands.add_parser("claims", help="the ledger as a table")
+    ledger.add_argument(
+        "--results",
+        type=pathlib.Path,
+        action="append",
+        metavar="DIR",
+        help="run records to read besides the committed ones",
+    )
+    ledger.set_defaults(command=_claims)
+
+    fetch = commands.add_parser("fetch", help="download a data set once")
+    fetch.add_argument("name", help=", ".join(data.FETCHABLE))
+    fetch.set_defaults(command=lambda options: print(data.fetch(options.name)))
+
+    train = commands.add_parser("train", help="remake a small set of trained weights")
+    train.add_argument("name")
+    train.set_defaults(command=_train)
+    return parser
+
+
+def _chapters(options) -> None:
+    from gradinv import chapters
+
+    for chapter in chapters.names():
+        records = {scale: chapters.last(chapter, scale) for scale in claims.SCALES}
+        took = ", ".join(
+            f"{scale} {record['seconds'] / 60:.1f} min on {record['device_name']}"
+            for scale, record in records.items()
+            if record
+        )
+        print(f"{chapter:24}{took or 'not run yet'}")
+
+
+def _run(options) -> None:
+    from gradinv import chapters
+
+    chapters.run(
+        options.chapters,
+        scale=options.scale,
+        device=options.device,
+        seed=options.seed,
+        out=options.out or chapters.RUNS,
+        budget=options.budget,
+        write=options.write,
+    )
+
+
+def _claims(options) -> None:
+    runs = {
+        (run["chapter"], run["scale"]): run
+        for folder in (claims.RESULTS, *(options.results or ()))
+        for run in claims.results(folder)
+    }
+    print(claims.overview(list(runs.values())).to_string(index=False))
+
+
+def _train(options) -> None:
+    from gradinv import train
+
+    print(train.train(options.name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""Every attack is a function of an `Update` and gives a `Reconstruction`."""
+
+from gradinv.attacks.matching import dlg, inverting_gradients, match_gradients, total_variation
+from gradinv.attacks.reconstruction import STATUSES, Reconstruction
+from gradinv.attacks.recursive import FOLD, logits, mu_roots, twin_ratio
+from gradinv.attacks.walk_back import walk_back
+
+__all__ = [
+    "FOLD",
+    "STATUSES",
+    "Reconstruction",
+    "dlg",
+    "inverting_gradients",
+    "logits",
+    "match_gradients",
+    "mu_roots",
+    "total_variation",
+    "twin_ratio",
+    "walk_back",
+]

@@ -1,0 +1,181 @@
+"""The walk back through fully connected layers (Geiping et al. 2020, Proposition 3.1), with no optimiser.
+
+A layer z = W x + b gives dL/dW = dz x^T and dL/db = dz, with dz = dL/dz. So a biased layer hands over dz, any
+row of dL/dW divided by its entry of dz is the layer's input x, the slope of the activation before it can be
+read off x, and (W^T dz) * slope is dz of the layer before. Repeated, this ends at the picture.
+"""
+
+import time
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from gradinv.attacks.reconstruction import Reconstruction
+from gradinv.client import Update
+from gradinv.layers import ACTIVATIONS, Layer, read, slope
+from gradinv.victims import Normalize
+
+ROWS = ("best", "least_squares", "mean")
+
+
+def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
+    """The input of a fully connected network, from its gradient, in closed form.
+
+    Args:
+        update: of a network that ends in fully connected layers, at least one of them biased. If something else
+            comes before them, the walk ends there and `features` holds the input of the block.
+        row: how a layer's input is read off dL/dW. "best" divides the row with the largest |dz|,
+            "least_squares" takes all rows weighted by dz, "mean" averages the divided rows.
+
+    Returns:
+        status "recovered"; "blocked" where every entry of a layer's dz is zero; "ambiguous" for a batch, whose
+        mixture is returned; "approximate" where the first layer's gradient is not dz x^T, as with noise;
+        "weak gradient" for a zero gradient; "not applicable" where no picture can come out.
+        history: a dict a layer from the last to the first, with its name, rows and live rows (dz not zero).
+    """
+    if row not in ROWS:
+        raise ValueError(f"row must be one of {', '.join(ROWS)}, got {row!r}")
+    started = time.perf_counter()
+    layers = read(update.model, update.input_shape)
+    block, before = _dense_block(layers, update.mode)
+    history: list[dict] = []
+
+    def answer(status, why, pixels=None, features=None, loss=0.0, labels=update.labels):
+        return Reconstruction(pixels, labels, status, why, loss, history, (), time.perf_counter() - started, features)
+
+    starts = [
+        i
+        for i, (layer, _) in enumerate(block)
+        if f"{layer.name}.bias" in update.gradient and f"{layer.name}.weight" in update.gradient
+    ]
+    if not starts:
+        unknowns = torch.Size(update.input_shape).numel()
+        sent = sum(value.numel() for value in update.gradient.values())
+        return answer(
+            "not applicable",
+            "no fully connected layer with the gradients of both its weight and its bias "
+            f"is in this update ({sent} numbers for {unknowns} unknown pixels)"
+            + (f": {before}" if before and not block else ""),
+        )
+    if all(not value.any() for value in update.gradient.values()):
+        return answer("weak gradient", "every entry of the gradient is zero")
+    if not all(value.isfinite().all() for value in update.gradient.values()):
+        return answer("not applicable", "the gradient is not finite")
+
+    labels, sensitivity, x = update.labels, None, None
+    for i in range(starts[-1], -1, -1):
+        layer, activation = block[i]
+        weight = update.gradient.get(f"{layer.name}.weight")
+        bias = update.gradient.get(f"{layer.name}.bias")
+        if weight is None:
+            return answer(
+                "not applicable",
+                f"the gradient of {layer.name}.weight is not in this update",
+                features=x,
+                labels=labels,
+            )
+        if bias is not None:
+            sensitivity = bias
+        else:
+            above = block[i + 1][0].module.weight
+            sensitivity = (above.detach().T @ sensitivity) * slope(activation or nn.Identity(), x[0])
+        live = sensitivity != 0
+        history.append({"layer": layer.name, "rows": live.numel(), "live rows": int(live.sum())})
+        if i == len(block) - 1 and update.loss == "cross_entropy" and update.batch_size == 1 and activation is None:
+            labels = sensitivity.argmin()[None]  # dz = p - onehot(label) has one negative entry
+        if not live.any():
+            # a zero sensitivity stays zero on its way down
+            history += [
+                {"layer": lower.name, "rows": lower.module.out_features, "live rows": 0}
+                for lower, _ in reversed(block[:i])
+            ]
+            return answer(
+                "blocked",
+                f"dL/dz of {layer.name} is zero in every row, so its weights carry nothing",
+                features=x,
+                labels=labels,
+            )
+        x = _layer_input(weight, sensitivity, row)[None]
+
+    exact = weight.double()  # squares of small entries leave the range of single precision
+    residual = float((exact - torch.outer(sensitivity.double(), x[0].double())).norm() / exact.norm())
+    if before:
+        return answer(
+            "not applicable",
+            f"the walk ends at {block[0][0].name}: its {x.shape[1]} inputs are in .features; "
+            f"they are features, not pixels, since {before}",
+            features=x,
+            loss=residual,
+            labels=labels,
+        )
+    pixels = _to_pixels(x, layers, update.input_shape)
+    if update.batch_size > 1:
+        return answer(
+            "ambiguous",
+            f"the gradient averages {update.batch_size} pictures, so this is a mixture of them",
+            pixels,
+            loss=residual,
+        )
+    if not residual < torch.finfo(weight.dtype).eps ** 0.5:
+        return answer(
+            "approximate",
+            f"the first layer's gradient is not of rank one (relative residual {residual:.1e})",
+            pixels,
+            loss=residual,
+            labels=labels,
+        )
+    return answer("recovered", "every layer had a row to read", pixels, loss=residual, labels=labels)
+
+
+def _layer_input(weight: Tensor, sensitivity: Tensor, row: str) -> Tensor:
+    if row == "best":
+        best = sensitivity.abs().argmax()
+        return weight[best] / sensitivity[best]
+    if row == "least_squares":
+        return sensitivity @ weight / sensitivity.square().sum()
+    live = sensitivity != 0
+    return (weight[live] / sensitivity[live, None]).mean(0)
+
+
+def _dense_block(layers: list[Layer], mode: str) -> tuple[list[tuple[Layer, nn.Module | None]], str]:
+    """The fully connected layers that end the network, each with the activation after it.
+
+    The second value says what stands between them and the picture; it is empty when nothing does.
+    """
+    block: list[tuple[Layer, nn.Module | None]] = []
+    activation = None
+    runs = Counter(id(layer.module.weight) for layer in layers if isinstance(layer.module, nn.Linear))
+    for layer in reversed(layers):
+        if isinstance(layer.module, nn.Linear):
+            if runs[id(layer.module.weight)] > 1:
+                return block, f"{layer.name}, whose weights run more than once, comes before them"
+            if len(layer.input_shape) != 1:
+                return (
+                    block,
+                    f"{layer.name}, which runs on many vectors of a {layer.input_shape} input, comes before them",
+                )
+            block.insert(0, (layer, activation))
+            activation = None
+        elif isinstance(layer.module, Normalize) and layer is layers[0]:
+            pass
+        elif isinstance(layer.module, nn.Dropout) and mode == "train":
+            return block, f"{layer.name} (Dropout in train mode) comes before them"
+        elif isinstance(layer.module, nn.Flatten | nn.Dropout | nn.Identity):
+            pass
+        elif isinstance(layer.module, ACTIVATIONS) and activation is None:
+            activation = layer.module
+        else:
+            return block, f"{layer.name} ({type(layer.module).__name__}) comes before them"
+        if not layer.follows:
+            return block, f"before {layer.name} the model does something that is not a layer"
+    if activation is not None:
+        return block, f"an activation ({type(activation).__name__}) comes before them"
+    return block, ""
+
+
+def _to_pixels(x: Tensor, layers: list[Layer], input_shape: tuple[int, ...]) -> Tensor:
+    pixels = x.reshape(1, *input_shape)
+    if isinstance(layers[0].module, Normalize):
+        pixels = pixels * layers[0].module.std + layers[0].module.mean
+    return pixels

@@ -1,0 +1,195 @@
+"""What a device computes on its private pictures, and what it sends: an `Update`.
+
+The type is the threat model. It holds the global model as the server has it, the gradient by parameter
+name, and what the protocol makes public. The private pictures are not in it.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional
+
+LOSSES = ("cross_entropy", "logistic")
+MODES = ("eval", "train")
+
+
+@dataclass(frozen=True)
+class Update:
+    """One message from a client to the server.
+
+    model: the global model as the server has it. Attacks work on a copy and leave it as it was.
+    gradient: mean gradient over the batch by parameter name, in `model.named_parameters()` order. A part of
+        the names is allowed: an attack then says what that part still gives away.
+    input_shape: (channels, height, width), or (features,), of one picture.
+    batch_size: how many pictures the gradient averages.
+    labels: (n,) int64 where the protocol makes them public, else None.
+    loss: "cross_entropy" (mean over the batch) or "logistic" (one logit, labels -1 or +1).
+    mode: batch norm in "eval" uses the model's running statistics, in "train" those of the batch.
+    """
+
+    model: nn.Module
+    gradient: Mapping[str, Tensor]
+    input_shape: tuple[int, ...]
+    batch_size: int = 1
+    labels: Int64[Tensor, " n"] | None = None
+    loss: str = "cross_entropy"
+    mode: str = "eval"
+
+    def __post_init__(self):
+        parameters = dict(self.model.named_parameters())
+        for name, value in self.gradient.items():
+            if name not in parameters:
+                raise ValueError(f"gradient has {name!r}, which is no parameter of the model")
+            _like(f"gradient[{name!r}]", value, parameters[name], "its parameter")
+            if value.shape != parameters[name].shape:
+                raise ValueError(
+                    f"gradient[{name!r}] must have shape {tuple(parameters[name].shape)}, got {tuple(value.shape)}"
+                )
+        if not self.gradient:
+            raise ValueError("gradient must not be empty")
+        if len(self.input_shape) not in (1, 3):
+            raise ValueError(f"input_shape must be (channels, height, width) or (features,), got {self.input_shape}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        _one_of("loss", self.loss, LOSSES)
+        _one_of("mode", self.mode, MODES)
+        if self.labels is not None:
+            _check_labels(self.labels, self.batch_size, self.loss)
+
+
+@torch.enable_grad()
+def gradient(
+    model: nn.Module,
+    pixels: Float[Tensor, "n ..."],
+    labels: Int64[Tensor, " n"],
+    *,
+    loss: str = "cross_entropy",
+    reveal_labels: bool = True,
+    mode: str = "eval",
+) -> Update:
+    """The mean gradient of one batch, as a client sends it.
+
+    Args:
+        model: the global model; its mode, buffers and `.grad` are left as they were. A frozen parameter
+            (requires_grad False) is not trained, so the client sends no gradient for it.
+        pixels: (n, c, h, w) or (n, features), in [0, 1], with the model's dtype and device.
+        labels: (n,) class indices, or -1 and +1 with loss="logistic".
+        loss: see `Update`.
+        reveal_labels: whether the protocol makes the labels public.
+        mode: see `Update`.
+
+    Raises:
+        ValueError: an empty batch, pixels outside [0, 1] or not finite, a shape, dtype or label that does not fit
+            the model, a model with nothing to train, or batch norm in train mode over a single value.
+    """
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("model must have a parameter with requires_grad=True, got none: nothing would be sent")
+    _check(model, pixels, labels, loss)
+    working = working_copy(model, mode)
+    outputs = outputs_of(working, pixels)
+    if loss == "cross_entropy" and labels.max() >= outputs.shape[1]:
+        raise ValueError(f"labels must lie in 0 to {outputs.shape[1] - 1} for this model, got {labels.max().item()}")
+    value = loss_between(outputs, labels, loss)
+    parameters = [working.get_parameter(name) for name in trained]
+    gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+    return Update(
+        model,
+        dict(zip(trained, gradients, strict=True)),
+        tuple(pixels.shape[1:]),
+        len(pixels),
+        labels.clone() if reveal_labels else None,
+        loss,
+        mode,
+    )
+
+
+def working_copy(model: nn.Module, mode: str) -> nn.Module:
+    """A copy of the model in the given mode with gradients on, so that the original is never touched."""
+    _one_of("mode", mode, MODES)
+    return copy.deepcopy(model).train(mode == "train").requires_grad_(True)
+
+
+def loss_of(model: nn.Module, pixels: Tensor, labels: Tensor, loss: str) -> Tensor:
+    """The training loss, a scalar. `labels` may be class indices or, for cross-entropy, probabilities (n, classes)."""
+    return loss_between(outputs_of(model, pixels), labels, loss)
+
+
+def outputs_of(model: nn.Module, pixels: Tensor) -> Tensor:
+    """The model's outputs (n, classes). Raises ValueError where pixels and model do not fit together."""
+    try:
+        outputs = model(pixels)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        if "more than 1 value per channel" in str(error):
+            raise ValueError(
+                "mode='train' needs more than one value per channel for batch norm: use a larger "
+                "batch or picture, or mode='eval'"
+            ) from error
+        raise ValueError(f"pixels of shape {tuple(pixels.shape)} do not fit the model: {error}") from error
+    if not isinstance(outputs, Tensor) or outputs.ndim != 2 or len(outputs) != len(pixels):
+        got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(f"model must give one row of outputs a picture, shape ({len(pixels)}, classes), got {got}")
+    return outputs
+
+
+def loss_between(outputs: Tensor, labels: Tensor, loss: str) -> Tensor:
+    """The loss of outputs (n, classes), a scalar; labels as in `loss_of`."""
+    if loss == "logistic":
+        if outputs.shape[1:] != (1,):
+            raise ValueError(f"loss='logistic' needs a model with one output, got {tuple(outputs.shape[1:])}")
+        return functional.softplus(-labels.to(outputs) * outputs.squeeze(1)).mean()
+    return functional.cross_entropy(outputs, labels)
+
+
+def _check(model: nn.Module, pixels: Tensor, labels: Tensor, loss: str) -> None:
+    _one_of("loss", loss, LOSSES)
+    _like("pixels", pixels, next(model.parameters()), "the model")
+    if pixels.ndim not in (2, 4):
+        raise ValueError(
+            "pixels must have shape (n, channels, height, width) or (n, features), "
+            f"got {tuple(pixels.shape)}; a single picture is pixels[None]"
+        )
+    if len(pixels) == 0:
+        raise ValueError("pixels is an empty batch: give at least one picture")
+    _check_labels(labels, len(pixels), loss)
+    if labels.device != pixels.device:
+        raise ValueError(f"labels must be on {pixels.device} like pixels, got {labels.device}")
+    if not torch.isfinite(pixels).all() or pixels.min() < 0 or pixels.max() > 1:
+        raise ValueError(
+            f"pixels must lie in [0, 1], got {pixels.min():.3g} to {pixels.max():.3g}; "
+            "a victim that wants normalised input normalises inside itself"
+        )
+
+
+def _check_labels(labels: Tensor, count: int, loss: str) -> None:
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.ndim != 1:
+        got = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"labels must be an int64 tensor of shape ({count},), got {got}")
+    if len(labels) != count:
+        raise ValueError(f"labels must hold one label a picture ({count}), got {len(labels)}")
+    if loss == "logistic" and not (labels.abs() == 1).all():
+        raise ValueError(f"labels must be -1 or +1 with loss='logistic', got {labels.unique().tolist()}")
+    if loss == "cross_entropy" and (labels < 0).any():
+        raise ValueError(f"labels must be class indices from 0 on, got {labels.min().item()}")
+
+
+def _like(argument: str, value: Tensor, reference: Tensor, owner: str) -> None:
+    """Raise ValueError unless a tensor has the dtype and the device of another one."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{argument} must be a tensor, got {type(value).__name__}")
+    if value.dtype != reference.dtype or value.device != reference.device:
+        raise ValueError(
+            f"{argument} must be {reference.dtype} on {reference.device} like {owner}, "
+            f"got {value.dtype} on {value.device}: use .to(dtype, device)"
+        )
+
+
+def _one_of(argument: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {value!r}")

@@ -1,0 +1,52 @@
+"""Errors between reconstruction and truth, one a picture, on pixels in [0, 1] (so the PSNR's peak is 1).
+
+PSNR and SSIM clamp the reconstruction to the box first, as every published figure does; MSE does not.
+"""
+
+import torch
+from jaxtyping import Float, Int64
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+from torchmetrics.functional.image import structural_similarity_index_measure
+
+
+def mse(reconstruction: Float[Tensor, "n ..."], truth: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:
+    """Mean squared error of each picture, not clamped."""
+    _check(reconstruction, truth)
+    return (reconstruction - truth).flatten(1).square().mean(1)
+
+
+def psnr(reconstruction: Float[Tensor, "n ..."], truth: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:
+    """10 log10(1 / MSE) in dB of each picture, clamped to [0, 1]; infinite where they are equal."""
+    return -10 * mse(reconstruction.clamp(0, 1), truth).log10()
+
+
+def ssim(reconstruction: Float[Tensor, "n c h w"], truth: Float[Tensor, "n c h w"]) -> Float[Tensor, " n"]:
+    """Structural similarity of each picture (Wang et al. 2004), clamped to [0, 1]; 1 where they are equal."""
+    _check(reconstruction, truth)
+    if min(truth.shape[2:]) < 6:
+        raise ValueError(f"truth must be at least 6 x 6 for SSIM's 11 x 11 window, got {tuple(truth.shape)}")
+    return structural_similarity_index_measure(
+        reconstruction.clamp(0, 1).float(), truth.float(), data_range=1.0, reduction="none"
+    ).reshape(len(truth))
+
+
+def grey_baseline(truth: Float[Tensor, "n c h w"]) -> Float[Tensor, " n"]:
+    """The PSNR of the picture's own mean colour. A reconstruction below it taught nothing about the picture."""
+    return psnr(truth.mean((2, 3), keepdim=True).expand_as(truth), truth)
+
+
+def pair(reconstruction: Float[Tensor, "n ..."], truth: Float[Tensor, "n ..."]) -> Int64[Tensor, " n"]:
+    """The one-to-one pairing with the least total squared error: `reconstruction[pair(...)]` lines up with `truth`."""
+    _check(reconstruction, truth)
+    if not (reconstruction.isfinite().all() and truth.isfinite().all()):
+        raise ValueError("reconstruction and truth must be finite to be paired")
+    costs = torch.cdist(truth.flatten(1).double(), reconstruction.flatten(1).double()).square()
+    return torch.as_tensor(linear_sum_assignment(costs.cpu().numpy())[1], device=truth.device)
+
+
+def _check(reconstruction: Tensor, truth: Tensor) -> None:
+    if reconstruction.shape != truth.shape:
+        raise ValueError(
+            f"reconstruction must have the truth's shape {tuple(truth.shape)}, got {tuple(reconstruction.shape)}"
+        )
