@@ -12,6 +12,7 @@ import os
 import pathlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import pandas as pd
 import yaml
@@ -26,7 +27,8 @@ RULE_PARTS = (
     *(ast.Compare, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq),
 )
 RULE_FUNCTIONS = {"abs": abs, "min": min, "max": max}
-BOOK = pathlib.Path(__file__).parent.parent / "book"
+# a checkout has the book beside the package; $GRADINV_BOOK says where it is when the package is installed apart
+BOOK = pathlib.Path(os.environ.get("GRADINV_BOOK") or pathlib.Path(__file__).parent.parent / "book")
 RESULTS = BOOK / "results"
 
 
@@ -79,18 +81,18 @@ def ledger() -> Mapping[str, Claim]:
     if not path.exists():
         raise FileNotFoundError(
             f"{path} is not there: the ledger is part of the book's source, so work in a "
-            "checkout of it (pip install -e .)"
+            "checkout of it (pip install -e .) or set GRADINV_BOOK"
         )
     claims = [Claim(**row) for row in yaml.safe_load(path.read_text())]
     return {claim.id: claim for claim in claims}
 
 
-def record(claim_id: str, value: float | Mapping[str, float], *, scale: str, **context) -> Verdict:
+def record(claim_id: str, value: Any, *, scale: str, **context) -> Verdict:
     """Judge a measurement by the ledger's rule, and keep it when a run asks for that.
 
     Args:
         claim_id: a row of the ledger.
-        value: one number (called `value` in the rule), or several by name.
+        value: one number (called `value` in the rule), or several by name; a tensor or array of one entry is a number.
         scale: "smoke", "laptop" or "full".
         context: what produced it, such as device, seed and the data's source; kept with the verdict.
 
@@ -114,7 +116,7 @@ def record(claim_id: str, value: float | Mapping[str, float], *, scale: str, **c
     return verdict
 
 
-def judge(claim: Claim, values: Mapping[str, float], scale: str) -> Verdict:
+def judge(claim: Claim, values: Mapping[str, Any], scale: str) -> Verdict:
     """The verdict on measured values, by the claim's rule for the scale."""
     rule = (claim.passes_when or {}).get(scale)
     if claim.passes_when is None:
@@ -191,7 +193,7 @@ def overview(runs: list[dict]) -> pd.DataFrame:
     )
 
 
-def _holds(claim: Claim, rule: str, values: Mapping[str, float]) -> bool:
+def _holds(claim: Claim, rule: str, values: Mapping[str, Any]) -> bool:
     try:
         tree = ast.parse(rule, mode="eval")
         for part in ast.walk(tree):

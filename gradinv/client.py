@@ -58,7 +58,8 @@ class Update:
         _one_of("loss", self.loss, LOSSES)
         _one_of("mode", self.mode, MODES)
         if self.labels is not None:
-            _check_labels(self.labels, self.batch_size, self.loss)
+            device = next(iter(self.gradient.values())).device
+            _check_labels(self.labels, self.batch_size, device, self.loss)
 
 
 @torch.enable_grad()
@@ -147,7 +148,7 @@ def loss_between(outputs: Tensor, labels: Tensor, loss: str) -> Tensor:
     return functional.cross_entropy(outputs, labels)
 
 
-def _check(model: nn.Module, pixels: Tensor, labels: Tensor, loss: str) -> None:
+def _check(model: nn.Module, pixels, labels, loss: str) -> None:
     _one_of("loss", loss, LOSSES)
     _like("pixels", pixels, next(model.parameters()), "the model")
     if pixels.ndim not in (2, 4):
@@ -157,9 +158,7 @@ def _check(model: nn.Module, pixels: Tensor, labels: Tensor, loss: str) -> None:
         )
     if len(pixels) == 0:
         raise ValueError("pixels is an empty batch: give at least one picture")
-    _check_labels(labels, len(pixels), loss)
-    if labels.device != pixels.device:
-        raise ValueError(f"labels must be on {pixels.device} like pixels, got {labels.device}")
+    _check_labels(labels, len(pixels), pixels.device, loss)
     if not torch.isfinite(pixels).all() or pixels.min() < 0 or pixels.max() > 1:
         raise ValueError(
             f"pixels must lie in [0, 1], got {pixels.min():.3g} to {pixels.max():.3g}; "
@@ -167,19 +166,21 @@ def _check(model: nn.Module, pixels: Tensor, labels: Tensor, loss: str) -> None:
         )
 
 
-def _check_labels(labels: Tensor, count: int, loss: str) -> None:
+def _check_labels(labels, count: int, device: torch.device, loss: str) -> None:
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64 or labels.ndim != 1:
         got = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
         raise ValueError(f"labels must be an int64 tensor of shape ({count},), got {got}")
     if len(labels) != count:
         raise ValueError(f"labels must hold one label a picture ({count}), got {len(labels)}")
+    if labels.device != device:
+        raise ValueError(f"labels must be on {device} like the rest, got {labels.device}")
     if loss == "logistic" and not (labels.abs() == 1).all():
         raise ValueError(f"labels must be -1 or +1 with loss='logistic', got {labels.unique().tolist()}")
     if loss == "cross_entropy" and (labels < 0).any():
         raise ValueError(f"labels must be class indices from 0 on, got {labels.min().item()}")
 
 
-def _like(argument: str, value: Tensor, reference: Tensor, owner: str) -> None:
+def _like(argument: str, value, reference: Tensor, owner: str) -> None:
     """Raise ValueError unless a tensor has the dtype and the device of another one."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{argument} must be a tensor, got {type(value).__name__}")

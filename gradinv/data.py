@@ -181,7 +181,7 @@ def _read_npz(path: pathlib.Path):
                     f"with labels {labels.shape}"
                 )
             return images, labels, tuple(file["classes"].tolist()), str(file["source"])
-    except (zipfile.BadZipFile, ValueError, KeyError, EOFError, OSError) as error:
+    except (zipfile.BadZipFile, ValueError, KeyError, EOFError, OSError, RuntimeError) as error:
         raise DataError(f"{path} is damaged or not a picture file ({error}): fetch it again") from error
 
 

@@ -89,7 +89,7 @@ def slope(activation: nn.Module, output: Tensor) -> Tensor:
         case nn.ReLU():
             return (output > 0).to(output)
         case nn.LeakyReLU():
-            return torch.where(output > 0, 1.0, activation.negative_slope).to(output)
+            return torch.ones_like(output).where(output > 0, activation.negative_slope)
         case nn.Sigmoid():
             return output * (1 - output)
         case nn.Tanh():

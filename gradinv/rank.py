@@ -109,7 +109,12 @@ class RankReport:
         """A row a residual block, with its index as it stands, with and without its skip."""
         return pd.DataFrame(
             [
-                {**asdict(block), "ra": block.ra, "with_skip": block.with_skip, "without_skip": block.without_skip}
+                {
+                    **asdict(block),
+                    "ra": block.ra,
+                    "with_skip": block.with_skip,
+                    "without_skip": block.without_skip,
+                }
                 for block in self.blocks
             ]
         )
@@ -143,10 +148,16 @@ def analyse(model: nn.Module, input_shape: tuple[int, ...]) -> RankReport:
     ran = layers_.read(model, input_shape)
     for name, module in model.named_modules():
         if isinstance(module, UNCOUNTED):
-            raise ValueError(f"model must have its weights in Conv2d and Linear, got {type(module).__name__} in {name}")
-    runs = Counter(id(layer.module.weight) for layer in ran if isinstance(layer.module, nn.Conv2d | nn.Linear))
+            raise ValueError(
+                f"model must have its weights in Conv2d and Linear, got {type(module).__name__} in {name}"
+            )
+    runs = Counter(
+        id(layer.module.weight) for layer in ran if isinstance(layer.module, nn.Conv2d | nn.Linear)
+    )
     if runs and max(runs.values()) > 1:
-        raise ValueError("model must run each weight once, got one that runs more often: its gradient is a sum")
+        raise ValueError(
+            "model must run each weight once, got one that runs more often: its gradient is a sum"
+        )
     for layer in ran:
         if not isinstance(layer.module, nn.Conv2d | nn.Linear) and layer.input_shape == layer.output_shape:
             continue  # batch norm and activations keep their input's size and are invertible or elementwise
@@ -162,7 +173,11 @@ def analyse(model: nn.Module, input_shape: tuple[int, ...]) -> RankReport:
     if not any(row.weights for row in rows):
         raise ValueError(f"model must have a convolution or a linear layer, got {type(model).__name__}")
     shapes = {layer.name: layer for layer in ran}
-    blocks = [_block(name, module, shapes) for name, module in model.named_modules() if isinstance(module, BasicBlock)]
+    blocks = [
+        _block(name, module, shapes)
+        for name, module in model.named_modules()
+        if isinstance(module, BasicBlock)
+    ]
     return RankReport(rows, blocks)
 
 
@@ -203,9 +218,12 @@ def nullity(conv: nn.Conv2d, input_shape: tuple[int, int, int], *, seed: int = 0
         return None
     pictures = free.reshape(-1, 1, height, width)
     images = torch.cat(
-        [functional.conv2d(pictures, weight[:, [channel]], **geometry).flatten(1) for channel in range(channels)]
+        [
+            functional.conv2d(pictures, weight[:, [channel]], **geometry).flatten(1)
+            for channel in range(channels)
+        ]
     )
-    return unknowns - _rank(images)
+    return unknowns - _rank(images, weight.square().sum().item())
 
 
 def _null_space(rows: Tensor) -> Tensor:
@@ -213,11 +231,12 @@ def _null_space(rows: Tensor) -> Tensor:
     return right[int((values > values[0] * 1e-10).sum()) :]
 
 
-def _rank(matrix: Tensor) -> int:
+def _rank(matrix: Tensor, size: float) -> int:
+    """The rank of a part of an operator whose squared norm is about `size`: what is left may be rounding alone."""
     gram = matrix @ matrix.T if matrix.shape[0] < matrix.shape[1] else matrix.T @ matrix
     values = torch.linalg.eigvalsh(gram)
     # squaring halves the digits: a relative singular value of 1e-6 is 1e-12 here, well above rounding
-    return int((values > values[-1] * 1e-12).sum())
+    return int((values > size * 1e-12).sum())
 
 
 def _block(name: str, block: BasicBlock, shapes: dict[str, layers_.Layer]) -> BlockCount:

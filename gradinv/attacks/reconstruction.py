@@ -25,8 +25,9 @@ WEAK = 1e-6
 class Reconstruction:
     """The answer of an attack.
 
-    pixels: (n, c, h, w) or (n, features), or None where there is no picture to show. Not clamped.
-    labels: (n,) int64 where known or found, else None.
+    pixels: (n, c, h, w) or (n, features), or None where there is no picture to show. Not clamped. A closed form
+        that can only give a mixture of the batch gives one picture.
+    labels: (batch,) int64 where known or found, else None.
     status: one of `STATUSES`; why: the reason in words.
     loss: what the attack minimised, at the end (0 for a closed form).
     history: one entry a step or a layer.
@@ -36,14 +37,14 @@ class Reconstruction:
     """
 
     pixels: Float[Tensor, "n ..."] | None
-    labels: Int64[Tensor, " n"] | None
+    labels: Int64[Tensor, " batch"] | None
     status: str
     why: str
     loss: float
     history: Sequence
     alternatives: Sequence[Tensor] = ()
     seconds: float = 0.0
-    features: Float[Tensor, "n features"] | None = None
+    features: Float[Tensor, "rows features"] | None = None
 
     def __post_init__(self):
         if self.status not in STATUSES:

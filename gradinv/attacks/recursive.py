@@ -8,7 +8,7 @@ gradient: the picture and its twin (appendix B there).
 
 import math
 
-from scipy.special import lambertw
+from scipy.special import expit, lambertw
 from torch import nn
 
 from gradinv.client import Update
@@ -22,16 +22,12 @@ LOWEST = 1 - FOLD
 def mu_roots(value: float) -> tuple[float, ...]:
     """Every mu with -mu / (1 + e^mu) = value, largest first; empty below the fold at -0.278465.
 
-    Closed form: mu = value' - W(value' e^value')… with value' = -value, on both real branches of Lambert's W.
+    Closed form: mu = -value - W(value e^(-value)), with W a real branch of Lambert's function (Corless et al. 1996).
+    W_0 gives the smaller root; W_-1 gives the larger one, which only a negative value has.
     """
-    c = value
-    if not c >= LOWEST:
+    if value < LOWEST:
         return ()
-    argument = c * math.exp(-c)
-    if argument <= -math.exp(-1):  # the fold, where both roots meet and rounding can leave the real branches
-        return (1 - c, 1 - c)
-    branches = (0,) if c >= 0 else (-1, 0)
-    return tuple(sorted((float(-c - lambertw(argument, branch).real) for branch in branches), reverse=True))
+    return tuple(_root(value, branch) for branch in ((0,) if value >= 0 else (-1, 0)))
 
 
 def logits(update: Update) -> tuple[float, ...]:
@@ -60,5 +56,8 @@ def twin_ratio(mu: float) -> float | None:
     """
     if mu <= 0:
         return None
-    roots = mu_roots(max(-mu * math.exp(-mu) / (1 + math.exp(-mu)), LOWEST))
-    return (roots[-1] if mu > FOLD else roots[0]) / mu
+    return _root(-mu * float(expit(-mu)), 0 if mu > FOLD else -1) / mu
+
+
+def _root(value: float, branch: int) -> float:
+    return float(-value - lambertw(value * math.exp(-value), branch).real)

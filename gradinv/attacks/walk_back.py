@@ -104,7 +104,8 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
         return answer(
             "not applicable",
             f"the walk ends at {block[0][0].name}: its {x.shape[1]} inputs are in .features; "
-            f"they are features, not pixels, since {before}",
+            f"they are features, not pixels, since {before}"
+            + (f"; and a mixture over {update.batch_size} pictures" if update.batch_size > 1 else ""),
             features=x,
             loss=residual,
             labels=labels,

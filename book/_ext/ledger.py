@@ -1,0 +1,256 @@
+"""Directives that print the ledger and the run records, so that no page repeats them by hand.
+
+`{claims-table}`        every claim: the paper's figure, what was measured here, the verdict
+`{chapters-table}`      a row a chapter: its main claim, as lines `CHAPTER: CLAIM` choose it, and its verdict
+`{status-table}`        every run: verdicts, minutes, device, versions, date, commit, data
+`{chapter-run} NAME`    one chapter's runs, and which of them made the page
+`{cite-chapter} NAME`   BibTeX of a chapter; without a name, of the book
+
+Each writes Markdown, which the page's own parser turns into nodes.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import yaml
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.util.docutils import SphinxDirective
+
+from gradinv import claims
+
+MARKS = {
+    "reproduced": "✓",
+    "partly": "◐",
+    "not reproduced": "✗",
+    "out of reach at this scale": "○",
+    "no figure to compare with": "–",
+}
+NOT_YET = "not run yet"
+
+
+def chapters(root: Path) -> list[str]:
+    """The names of the chapters in the order of the table of contents."""
+    parts = yaml.safe_load((root / "_toc.yml").read_text())["parts"]
+    files = [Path(chapter["file"]) for part in parts for chapter in part["chapters"]]
+    return [file.name for file in files if file.parent.name == "notebooks"]
+
+
+def notebook(root: Path, name: str) -> dict:
+    path = root / "notebooks" / f"{name}.ipynb"
+    return json.loads(path.read_text()) if path.exists() else {"cells": [], "metadata": {}}
+
+
+def title(root: Path, name: str) -> str:
+    """The chapter's title, or its name while it is not written."""
+    for cell in notebook(root, name)["cells"]:
+        for line in "".join(cell["source"]).splitlines():
+            if cell["cell_type"] == "markdown" and line.startswith("# "):
+                return line[2:].strip()
+    return name
+
+
+def badge(verdict: str, count: str = "") -> str:
+    return f"[{MARKS[verdict]} {count}{verdict}]{{.verdict .{nodes.make_id(verdict)}}}"
+
+
+def minutes(seconds: float) -> str:
+    whole = round(seconds / 60)
+    return "under a minute" if seconds < 60 else f"{whole} minute{'s' if whole > 1 else ''}"
+
+
+def versions(run: dict) -> str:
+    return ", ".join(f"{package} {version}" for package, version in run["versions"].items())
+
+
+def commit(run: dict) -> str:
+    return f"commit {run['commit']}" if run["commit"] else "no commit"
+
+
+def data(run: dict) -> str:
+    return "; ".join(run.get("data") or ["none"])
+
+
+def stale_note(run: dict) -> list[str]:
+    """A warning in plain words where the code has changed since the run."""
+    from gradinv.chapters import fingerprint  # it needs papermill, which a page without runs does not
+
+    if run["fingerprint"] == fingerprint(run["chapter"]):
+        return []
+    return ["**Older than the code:** the chapter or the package has changed since this run."]
+
+
+def table(header: list[str], rows: list[list[list[str]]], widths: str, kind: str) -> list[str]:
+    """A `list-table`: each cell is a list of paragraphs."""
+    lines = ["```{list-table}", ":header-rows: 1", f":widths: {widths}", f":class: {kind}", ""]
+    for row in [[[cell] for cell in header], *rows]:
+        for column, cell in enumerate(row):
+            first, *rest = "\n\n".join(cell).splitlines()
+            lines.append(("* - " if column == 0 else "  - ") + first)
+            lines += [f"    {line}".rstrip() for line in rest]
+    return [*lines, "```", ""]
+
+
+class Ledger(SphinxDirective):
+    """A directive that prints the Markdown lines its `write` gives."""
+
+    optional_arguments = 1
+
+    def run(self):
+        self.env.note_reread()  # results may have appeared since the last build
+        self.root = Path(self.env.srcdir)
+        self.runs = claims.results()
+        holder = nodes.Element()
+        lines = "\n".join(self.write()).splitlines()
+        self.state.nested_parse(StringList(lines, self.get_source_info()[0]), 0, holder)
+        return holder.children
+
+    def link(self, name: str) -> str:
+        return f"[{title(self.root, name)}](/notebooks/{name}.ipynb)"
+
+    def runs_of(self, name: str) -> list[dict]:
+        """From the smallest scale to the largest, whose outputs are the ones in the notebook."""
+        return [run for run in self.runs if run["chapter"] == name]
+
+
+class ClaimsTable(Ledger):
+    def write(self):
+        found = {(claim["id"], run["scale"]): claim for run in self.runs for claim in run["claims"]}
+        rows = [self.row(claim, found) for claim in claims.ledger().values()]
+        return table(["Claim", "In the paper", "Here"], rows, "40 25 35", "claims")
+
+    def row(self, claim, found):
+        scales = [scale for scale in claims.SCALES if (claim.id, scale) in found]
+        here = [line for scale in scales for line in self.result(scale, found[claim.id, scale])]
+        return [
+            [
+                f"(claim-{claim.id})=\n{claim.says}",
+                f"Chapter: {self.link(claim.chapter)}",
+                f"[`{claim.id}`](#claim-{claim.id})",
+            ],
+            [
+                f"{{cite:t}}`{claim.paper}`, {claim.where}",
+                f"Reported: {claim.reported or 'not readable'}",
+                f"Read in: {claim.read_in}",
+            ],
+            [*here, f"Unit: {claim.unit}"] if here else [NOT_YET],
+        ]
+
+    def result(self, scale, result):
+        values = ", ".join(
+            f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
+            for name, value in result["values"].items()
+        )
+        yield f"{scale}: {badge(result['verdict'])}"
+        yield f"`{values}`"
+        if result["rule"]:
+            yield f"Passes when `{result['rule']}`"
+
+
+class ChaptersTable(Ledger):
+    has_content = True
+
+    def write(self):
+        rows = [self.row(name) for name in chapters(self.root)]
+        return table(["Chapter", "Its main claim", "Verdict"], rows, "28 50 22", "chapters")
+
+    def row(self, name):
+        claim, verdict = self.claim(name), [NOT_YET]
+        for run in self.runs_of(name):
+            for result in run["claims"]:
+                if claim and result["id"] == claim.id:
+                    verdict = [badge(result["verdict"]), f"{run['scale']} scale"]
+        says = f"{claim.says} {{cite:p}}`{claim.paper}`" if claim else NOT_YET
+        return [[self.link(name)], [says], verdict]
+
+    def claim(self, name):
+        """The claim that the directive's content names for the chapter, else the chapter's first one."""
+        chosen = (yaml.safe_load("\n".join(self.content)) or {}).get(name)
+        of_chapter = {claim.id: claim for claim in claims.ledger().values() if claim.chapter == name}
+        return of_chapter.get(chosen) or next(iter(of_chapter.values()), None)
+
+
+class StatusTable(Ledger):
+    def write(self):
+        rows = [row for name in chapters(self.root) for row in self.rows(name)]
+        return table(["Chapter", "Run", "Verdicts", "Made by"], rows, "22 16 26 36", "status")
+
+    def rows(self, name):
+        for run in self.runs_of(name):
+            counts = Counter(claim["verdict"] for claim in run["claims"])
+            verdicts = [
+                badge(verdict, f"{counts[verdict]} ") for verdict in claims.VERDICTS if counts[verdict]
+            ]
+            time = [run["scale"], minutes(run["seconds"])]
+            made = [run["device_name"], versions(run), f"{run['date']}, {commit(run)}", f"Data: {data(run)}"]
+            yield [[self.link(name)], time, [*verdicts, *stale_note(run)], made]
+        if not self.runs_of(name):
+            yield [[self.link(name)], ["–"], [NOT_YET], ["–"]]
+
+
+class ChapterRun(Ledger):
+    required_arguments = 1
+
+    def write(self):
+        name = self.arguments[0]
+        runs = {run["scale"]: run for run in self.runs_of(name)}
+        rows = [
+            [[scale], [minutes(runs[scale]["seconds"])], [runs[scale]["device_name"]]]
+            if scale in runs
+            else [[scale], [NOT_YET], ["–"]]
+            for scale in claims.SCALES
+        ]
+        lines = table(["Scale", "Time", "Device"], rows, "20 25 55", "runs")
+        if not runs:
+            return lines
+        made = self.runs_of(name)[-1]
+        facts = [
+            f"This page shows the outputs of the **{made['scale']}** run of {made['date']}, {commit(made)}, "
+            f"seed {made['seed']}.",
+            f"Versions: {versions(made)}.",
+            f"Data: {data(made)}.",
+        ]
+        return [*lines, "\n\n".join(facts + stale_note(made))]
+
+
+class CiteChapter(Ledger):
+    def write(self):
+        book = yaml.safe_load((self.root / "CITATION.cff").read_text())
+        authors = " and ".join(
+            f"{{{author['name']}}}"
+            if "name" in author
+            else f"{author['family-names']}, {author['given-names']}"
+            for author in book["authors"]
+        )
+        name = self.arguments[0] if self.arguments else None
+        fields = {
+            "author": authors,
+            "title": title(self.root, name) if name else book["title"],
+            "booktitle": book["title"] if name else None,
+            "year": str(book["date-released"])[:4],
+            "note": f"Version {book['version']}",
+            "url": self.url(name),
+        }
+        kind, key = ("incollection", f"gradinv:{name}") if name else ("book", "gradinv")
+        inside = [f"  {field:9} = {{{value}}}," for field, value in fields.items() if value]
+        return ["```bibtex", f"@{kind}{{{key},", *inside, "}", "```"]
+
+    def url(self, name):
+        base = self.config.html_baseurl.rstrip("/")
+        return base and (f"{base}/notebooks/{name}.html" if name else f"{base}/")
+
+
+DIRECTIVES = {
+    "claims-table": ClaimsTable,
+    "chapters-table": ChaptersTable,
+    "status-table": StatusTable,
+    "chapter-run": ChapterRun,
+    "cite-chapter": CiteChapter,
+}
+
+
+def setup(app):
+    for name, directive in DIRECTIVES.items():
+        app.add_directive(name, directive)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,549 @@
+"""Gradient matching: its cost and slope against autograd and finite differences, and how it behaves at the edges."""
+
+import copy
+import gc
+import inspect
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gradinv import attacks, client, metrics, victims
+from gradinv.attacks import matching
+from gradinv.client import Update
+
+TV = 3e-2
+
+
+def network(kind="conv"):
+    """Small smooth networks in double precision, for 2 x 6 x 5 pictures and 4 classes."""
+    if kind == "dense":
+        return victims.fc((60, 8, 4), activation="tanh").double().eval()
+    layers = (nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Softplus(), nn.Flatten(), nn.Linear(36, 4))
+    return nn.Sequential(*layers).double().eval()
+
+
+def pictures(n=1):
+    return torch.rand(n, 2, 6, 5, dtype=torch.float64)
+
+
+def update_of(model, n=1, **options):
+    return client.gradient(model, pictures(n), torch.arange(n) % 4, **options)
+
+
+def reference(update, pixels, objective, tv=0.0, labels=None):
+    """The objective written out, with its whole graph."""
+    model = copy.deepcopy(update.model).train(update.mode == "train")
+    parameters = dict(model.named_parameters())
+    labels = update.labels if labels is None else labels
+    if update.loss == "logistic":
+        loss = functional.softplus(-labels * model(pixels)[:, 0]).mean()
+    else:
+        loss = functional.cross_entropy(model(pixels), labels)
+    gradient = torch.autograd.grad(loss, [parameters[name] for name in update.gradient], create_graph=True)
+    ours = torch.cat([value.flatten() for value in gradient])
+    theirs = torch.cat([value.flatten() for value in update.gradient.values()])
+    if objective == "cosine":
+        cost = 1 - functional.cosine_similarity(ours, theirs, dim=0, eps=0)
+    else:
+        cost = (ours - theirs).square().sum()
+    if tv:
+        cost = cost + tv * (pixels[..., 1:] - pixels[..., :-1]).abs().mean()
+        cost = cost + tv * (pixels[..., 1:, :] - pixels[..., :-1, :]).abs().mean()
+    return cost
+
+
+def cost_at(update, pixels, objective, tv=0.0):
+    """The objective as the attack reports it for its starting point."""
+    return attacks.match_gradients(update, objective=objective, tv=tv, steps=1, init=pixels).history[0]
+
+
+def scaled(update, factor):
+    return changed(update, gradient={name: value * factor for name, value in update.gradient.items()})
+
+
+def changed(update, **changes):
+    return Update(**{**{name: getattr(update, name) for name in update.__dataclass_fields__}, **changes})
+
+
+# --- the objective ---
+
+CASES = [
+    (kind, objective, tv)
+    for kind in ("conv", "dense")
+    for objective in ("cosine", "euclidean")
+    for tv in (0.0, TV)
+]
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize(("kind", "objective", "tv"), CASES)
+def test_cost_and_slope_are_autograds(kind, objective, tv, mode):
+    update = update_of(network(kind), 3, mode=mode)
+    pixels = pictures(3).requires_grad_(True)
+    expected = reference(update, pixels, objective, tv)
+    (slope,) = torch.autograd.grad(expected, pixels)
+    data, cost, (found,) = matching._Match(update, objective, tv)(pixels, None)
+    torch.testing.assert_close(cost, expected.detach(), rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(found, slope, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(data, reference(update, pixels, objective).detach(), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize(("objective", "tv"), [("cosine", 0.0), ("cosine", TV), ("euclidean", 0.0)])
+def test_slope_agrees_with_finite_differences(objective, tv):
+    update, step = update_of(network()), 1e-6
+    pixels, direction = pictures(), torch.randn(1, 2, 6, 5, dtype=torch.float64)
+    *_, (slope,) = matching._Match(update, objective, tv)(pixels.clone().requires_grad_(True), None)
+    ahead, behind = (cost_at(update, pixels + sign * step * direction, objective, tv) for sign in (1, -1))
+    assert (ahead - behind) / (2 * step) == pytest.approx(
+        (slope * direction).sum().item(), rel=1e-5, abs=1e-9
+    )
+
+
+def test_slope_with_unknown_labels_is_autograds():
+    update = update_of(network(), 2, reveal_labels=False)
+    pixels, soft = (
+        pictures(2).requires_grad_(True),
+        torch.randn(2, 4, dtype=torch.float64, requires_grad=True),
+    )
+    expected = reference(update, pixels, "euclidean", labels=soft.softmax(1))
+    slopes = torch.autograd.grad(expected, [pixels, soft])
+    _, cost, found = matching._Match(update, "euclidean", 0.0)(pixels, soft)
+    torch.testing.assert_close(cost, expected.detach())
+    for mine, theirs in zip(found, slopes, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_logistic_loss_is_matched():
+    model = victims.fc((60, 5, 1), activation="tanh").double()
+    update = client.gradient(model, pictures(2), torch.tensor([1, -1]), loss="logistic")
+    pixels = pictures(2)
+    assert cost_at(update, pixels, "cosine") == pytest.approx(
+        reference(update, pixels, "cosine").item(), rel=1e-10
+    )
+
+
+@pytest.mark.parametrize("objective", ["cosine", "euclidean"])
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_the_truth_costs_nothing(objective, mode):
+    model, truth = network(), pictures(3)
+    model[1].running_mean.fill_(0.3)
+    update = client.gradient(model, truth, torch.arange(3), mode=mode)
+    other = changed(update, mode={"eval": "train", "train": "eval"}[mode])
+    assert abs(cost_at(update, truth, objective)) < 1e-12
+    assert cost_at(other, truth, objective) > 1e-4
+
+
+def test_a_part_of_the_gradient_is_matched_alone():
+    update, pixels = update_of(network()), pictures()
+    part = changed(
+        update, gradient={"4.bias": update.gradient["4.bias"], "0.weight": update.gradient["0.weight"]}
+    )
+    assert cost_at(part, pixels, "cosine") == pytest.approx(
+        reference(part, pixels, "cosine").item(), rel=1e-10
+    )
+
+
+def test_half_the_loss_halves_the_gradient():
+    model, truth = network("dense"), pictures()
+    update = client.gradient(model, truth, torch.tensor([2]))
+    half = scaled(update, 0.5)
+    square = sum(value.square().sum().item() for value in update.gradient.values())
+    assert abs(cost_at(half, truth, "cosine")) < 1e-12
+    assert cost_at(half, truth, "euclidean") == pytest.approx(square / 4, rel=1e-12)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e-3, 7.0, 1e30])
+def test_the_cosine_has_no_scale(factor):
+    update = update_of(network())
+    options = {"steps": 12, "init": pictures(), "tv": TV}
+    plain, other = (attacks.match_gradients(one, **options) for one in (update, scaled(update, factor)))
+    torch.testing.assert_close(other.pixels, plain.pixels, rtol=1e-9, atol=1e-9)
+    assert other.history == pytest.approx(plain.history, rel=1e-9)
+
+
+def test_the_cosine_sees_a_sign():
+    update = update_of(network())
+    pixels = pictures()
+    assert cost_at(update, pixels, "cosine") + cost_at(
+        scaled(update, -1.0), pixels, "cosine"
+    ) == pytest.approx(2)
+
+
+def test_total_variation():
+    pixels = torch.tensor([[[[0.0, 1.0, 3.0], [4.0, 4.0, 4.0]]]])
+    assert attacks.total_variation(pixels).item() == pytest.approx((1 + 2 + 0 + 0) / 4 + (4 + 3 + 1) / 3)
+    assert attacks.total_variation(torch.cat([pixels, 0 * pixels])).item() == pytest.approx(3 / 8 + 8 / 6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5, 1), (1, 1, 1, 5), (1, 3, 1, 1)])
+def test_total_variation_of_one_pixel_is_zero_not_nan(shape):
+    pixels = torch.arange(float(math.prod(shape))).reshape(shape)
+    assert attacks.total_variation(pixels).item() == (1.0 if max(shape[2:]) > 1 else 0.0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), 3))
+    update = client.gradient(model, torch.rand(shape), torch.tensor([1]))
+    result = attacks.match_gradients(update, tv=0.1, steps=3)
+    assert result.status == "approximate" and result.pixels.isfinite().all()
+
+
+# --- what it finds ---
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dlg_finds_a_small_picture_exactly(seed):
+    torch.manual_seed(seed)
+    model, truth = (
+        victims.fc((12, 7, 4), activation="sigmoid").double(),
+        torch.rand(1, 12, dtype=torch.float64),
+    )
+    result = attacks.dlg(client.gradient(model, truth, torch.tensor([1])), seed=seed)
+    assert result.status == "approximate"  # an optimiser certifies no more
+    assert metrics.mse(result.pixels, truth).item() < 1e-12
+    assert result.loss < 1e-15
+
+
+def test_a_saturated_network_is_called_a_weak_gradient():
+    model, truth = (
+        victims.fc((12, 7, 4), activation="sigmoid").double(),
+        torch.rand(1, 12, dtype=torch.float64),
+    )
+    with torch.no_grad():
+        model[3].weight *= 40
+        model[3].bias[1] += 60
+    update = client.gradient(model, truth, torch.tensor([1]))
+    result = attacks.dlg(update, steps=3)
+    assert matching.norm(update.gradient.values()) < 1e-6
+    assert result.status == "weak gradient" and result.pixels is not None
+
+
+def test_a_relu_network_is_attacked_too():
+    model, truth = victims.fc((12, 40, 4), activation="relu").double(), torch.rand(1, 12, dtype=torch.float64)
+    result = attacks.dlg(client.gradient(model, truth, torch.tensor([1])), restarts=3, steps=60)
+    assert metrics.mse(result.pixels, truth).item() < 1e-6
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "signed-adam"}, {"optimizer": "adam", "lr": 0.05}])
+def test_adam_gets_close(options):
+    model, truth = network("dense"), pictures()
+    update = client.gradient(model, truth, torch.tensor([3]))
+    result = attacks.match_gradients(update, steps=200, **options)
+    assert result.loss < 0.05 * result.history[0]
+    assert metrics.psnr(result.pixels, truth) > metrics.grey_baseline(truth)
+
+
+@pytest.mark.parametrize("label", range(4))
+def test_an_unknown_label_is_found_with_the_picture(label):
+    model, truth = (
+        victims.fc((12, 7, 4), activation="sigmoid").double(),
+        torch.rand(1, 12, dtype=torch.float64),
+    )
+    update = client.gradient(model, truth, torch.tensor([label]), reveal_labels=False)
+    result = attacks.dlg(update, steps=10)
+    assert result.labels.tolist() == [label]
+    assert metrics.mse(result.pixels, truth).item() < 1e-3
+
+
+def test_unknown_labels_of_a_batch_are_found_as_a_set():
+    torch.manual_seed(4)
+    model, truth = (
+        victims.fc((6, 30, 4), activation="sigmoid").double(),
+        torch.rand(3, 6, dtype=torch.float64),
+    )
+    update = client.gradient(model, truth, torch.tensor([2, 0, 3]), reveal_labels=False)
+    result = attacks.dlg(update, restarts=2, steps=25)
+    assert sorted(result.labels.tolist()) == [0, 2, 3]
+    order = metrics.pair(result.pixels, truth)
+    assert metrics.mse(result.pixels[order], truth).max() < 1e-3
+    assert result.labels[order].tolist() == [2, 0, 3]
+
+
+# --- starts, restarts, steps ---
+
+
+def test_a_given_start_is_taken_as_it_is():
+    update, start = update_of(network()), pictures() * 3 - 1  # outside the box too
+    kept = start.clone()
+    result = attacks.match_gradients(update, steps=1, init=start)
+    assert result.history[0] == pytest.approx(reference(update, start, "cosine").item(), rel=1e-10)
+    assert torch.equal(start, kept)
+
+
+def test_named_starts():
+    update = update_of(network())
+    match = matching._Match(update, "cosine", 0.0)
+    grey, _ = matching._start(update, match, "grey", 0)
+    assert (grey == 0.5).all()
+    many = client.gradient(network(), torch.rand(200, 2, 6, 5).double(), torch.zeros(200, dtype=torch.int64))
+    uniform, _ = matching._start(many, match, "uniform", 0)
+    assert uniform.min() >= 0 and uniform.max() <= 1 and abs(uniform.mean() - 0.5) < 0.02
+    normal, _ = matching._start(many, match, "normal", 0)
+    assert abs(normal.mean() - 0.5) < 0.02 and abs(normal.std() - 0.25) < 0.01
+
+
+@pytest.mark.parametrize("init", ["normal", "uniform"])
+def test_the_start_follows_the_seed(init):
+    update = update_of(network())
+    first, again, other = (
+        attacks.match_gradients(update, steps=2, init=init, seed=seed) for seed in (3, 3, 4)
+    )
+    assert torch.equal(first.pixels, again.pixels) and first.history == again.history
+    assert not torch.equal(first.pixels, other.pixels)
+
+
+def test_the_best_restart_wins_by_its_data_term():
+    update = update_of(network())
+    options = {"steps": 6, "tv": TV}
+    alone = [attacks.match_gradients(update, seed=5 + i, **options) for i in range(4)]
+    result = attacks.match_gradients(update, seed=5, restarts=4, **options)
+    ranked = sorted(alone, key=lambda one: one.loss)
+    assert result.loss == ranked[0].loss and torch.equal(result.pixels, ranked[0].pixels)
+    assert len(result.alternatives) == 3
+    assert all(
+        torch.equal(mine, one.pixels) for mine, one in zip(result.alternatives, ranked[1:], strict=True)
+    )
+
+
+def test_the_loss_is_that_of_the_pictures_given():
+    update = update_of(network())
+    for options in (
+        {"optimizer": "signed-adam", "lr": 0.3},
+        {"optimizer": "lbfgs", "steps": 2, "box": False},
+    ):
+        result = attacks.match_gradients(update, **{"steps": 9, "tv": TV, **options})
+        assert result.loss == pytest.approx(reference(update, result.pixels, "cosine").item(), rel=1e-9)
+        whole = reference(update, result.pixels, "cosine", TV).item()
+        assert min(result.history) == pytest.approx(whole, rel=1e-9)  # the best step, not the last
+
+
+def test_every_step_is_in_the_history():
+    assert len(attacks.match_gradients(update_of(network()), steps=7).history) == 7 + 1
+
+
+@pytest.mark.parametrize("box", [True, False])
+def test_the_box(box):
+    update = update_of(network())
+    result = attacks.match_gradients(update, steps=5, lr=2.0, schedule="constant", init=pictures(), box=box)
+    last = matching._Match(update, "cosine", 0.0)
+    pixels = pictures().requires_grad_(True)
+    best = matching._adam(last, pixels, None, "signed-adam", 5, 2.0, "constant", box)
+    assert ((pixels >= 0) & (pixels <= 1)).all() == box
+    assert not box or ((result.pixels >= 0) & (result.pixels <= 1)).all()
+    assert len(best.history) == 6
+
+
+def test_a_signed_step_moves_every_pixel_by_the_step_size():
+    update, start = update_of(network()), pictures() * 0.5 + 0.25
+    pixels = start.clone().requires_grad_(True)
+    *_, (slope,) = matching._Match(update, "cosine", 0.0)(pixels, None)
+    matching._adam(
+        matching._Match(update, "cosine", 0.0), pixels, None, "signed-adam", 1, 0.01, "constant", True
+    )
+    torch.testing.assert_close(pixels.detach(), start - 0.01 * slope.sign(), rtol=1e-6, atol=1e-9)
+
+
+def test_schedules():
+    def steps(name, count):
+        return [matching._decay(name, count)(step) for step in range(count)]
+
+    assert steps("step", 8) == pytest.approx([1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.001])
+    assert steps("linear", 4) == pytest.approx([1, 0.75, 0.5, 0.25])
+    assert steps("constant", 3) == [1, 1, 1]
+    whole = steps("step", 4800)  # the paper's budget: divided after 1800, 3000 and 4200 steps
+    assert [whole.count(factor) for factor in sorted(set(whole), reverse=True)] == [1800, 1200, 1200, 600]
+
+
+def test_the_papers_settings(monkeypatch):
+    seen = []
+    monkeypatch.setattr(matching, "match_gradients", lambda update, **options: seen.append(options))
+    inspect.unwrap(attacks.inverting_gradients)(None)
+    inspect.unwrap(attacks.dlg)(None)
+    inspect.unwrap(attacks.dlg)(None, steps=5)
+    cosine, euclid, own = seen
+    assert (cosine["objective"], cosine["optimizer"], cosine["steps"]) == ("cosine", "signed-adam", 4800)
+    assert (cosine["lr"], cosine["tv"], cosine["schedule"]) == (0.025, 4e-4, "step")
+    assert (euclid["objective"], euclid["optimizer"], euclid["steps"], euclid["box"]) == (
+        "euclidean",
+        "lbfgs",
+        300,
+        False,
+    )
+    assert own["steps"] == 5
+
+
+# --- numbers that are not finite ---
+
+
+class Breaks(nn.Module):
+    """A network whose output is NaN from a given evaluation on; each copy counts anew."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.net, self.after, self.calls = network("dense"), after, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.net(x) * (float("nan") if self.calls > self.after else 1.0)
+
+
+def breaking(after):
+    torch.manual_seed(7)
+    model, truth = Breaks(10**9), pictures()
+    update = client.gradient(model, truth, torch.tensor([1]))
+    model.after, model.calls = after, 0
+    return update
+
+
+@pytest.mark.parametrize("optimizer", ["signed-adam", "adam"])
+def test_adam_gives_the_best_finite_picture(optimizer):
+    options = {"optimizer": optimizer, "schedule": "constant", "seed": 2}
+    whole = attacks.match_gradients(breaking(10**9), steps=3, **options)
+    broken = attacks.match_gradients(breaking(1 + 4), steps=20, **options)  # one call counts the classes
+    assert broken.status == "diverged" and "finite" in broken.why
+    assert torch.equal(broken.pixels, whole.pixels) and broken.loss == whole.loss
+    assert broken.history[:4] == whole.history and all(math.isnan(value) for value in broken.history[4:])
+
+
+def test_lbfgs_gives_the_best_finite_picture():
+    result = attacks.dlg(breaking(1 + 3), steps=50)
+    assert result.status == "diverged" and result.pixels.isfinite().all() and math.isfinite(result.loss)
+    finite = [value for value in result.history if math.isfinite(value)]
+    assert len(finite) == 3 and result.loss == min(finite)
+    assert len(result.history) < 200  # and it stops soon
+
+
+@pytest.mark.parametrize("name", ["match_gradients", "dlg"])
+def test_never_finite(name):
+    result = getattr(attacks, name)(breaking(1), steps=3)
+    assert result.status == "diverged" and result.pixels is None
+
+
+def test_a_start_that_is_not_finite():
+    result = attacks.match_gradients(update_of(network()), steps=3, init=pictures() * float("nan"))
+    assert result.status == "diverged" and result.pixels is None
+
+
+def test_one_finite_restart_is_enough():
+    update = breaking(1 + 4)  # the first restart is whole, every later one is NaN from its first step on
+    result = attacks.match_gradients(update, steps=3, restarts=3)
+    assert result.status == "approximate" and result.pixels.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_start_where_the_gradient_vanishes(dtype):
+    # all units are off at the black picture, so the first layer's gradient is exactly zero there
+    model = victims.fc((60, 8, 4)).to(dtype)
+    with torch.no_grad():
+        model[1].weight.abs_()
+        model[1].bias.fill_(-0.05)
+    whole = client.gradient(model, torch.ones(1, 2, 6, 5, dtype=dtype), torch.tensor([1]))
+    part = changed(whole, gradient={"1.weight": whole.gradient["1.weight"]})
+    result = attacks.match_gradients(part, steps=4, init=torch.zeros(1, 2, 6, 5, dtype=dtype))
+    assert result.status == "approximate" and result.pixels.isfinite().all()
+    assert result.history[0] == 1.0  # cosine 0
+
+
+def test_a_parameter_that_is_not_used_does_no_harm():
+    model = network("dense")
+    model.register_parameter("spare", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    update = client.gradient(model, pictures(), torch.tensor([1]))
+    pixels = pictures()
+    without = changed(
+        update, gradient={key: value for key, value in update.gradient.items() if key != "spare"}
+    )
+    assert cost_at(update, pixels, "cosine") == pytest.approx(
+        reference(without, pixels, "cosine").item(), rel=1e-10
+    )
+
+
+# --- dropout, memory, options ---
+
+
+def test_dropout_in_train_mode_follows_the_seed():
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(60, 20), nn.Sigmoid(), nn.Dropout(0.5), nn.Linear(20, 4)
+    ).double()
+    update = client.gradient(model, pictures(), torch.tensor([0]), mode="train")
+    runs = []
+    for draws in (1, 5):
+        torch.rand(draws)
+        runs.append(attacks.match_gradients(update, steps=6))
+    assert torch.equal(runs[0].pixels, runs[1].pixels) and runs[0].history == runs[1].history
+
+
+def test_running_statistics_stay_as_they_were():
+    model = network()
+    update = client.gradient(model, pictures(2), torch.tensor([0, 1]), mode="train")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attacks.match_gradients(update, steps=3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_memory_does_not_grow_with_the_steps():
+    counts = {}
+
+    class Counting(nn.Sequential):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls in (20, 120):
+                gc.collect()
+                tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+                counts[self.calls] = sum(tensor.numel() > 1 for tensor in tensors)
+            return super().forward(x)
+
+    update = client.gradient(Counting(*network("dense")), pictures(), torch.tensor([1]))
+    attacks.match_gradients(update, steps=130, tv=TV)
+    assert set(counts) == {20, 120} and counts[120] <= counts[20]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "l1"}, "objective must be one of cosine, euclidean, got 'l1'"),
+        ({"optimizer": "sgd"}, "optimizer must be one of signed-adam, adam, lbfgs, got 'sgd'"),
+        ({"schedule": "cosine"}, "schedule must be one of step, linear, constant, got 'cosine'"),
+        ({"init": "noise"}, "init must be one of normal, uniform, grey or a tensor of pictures, got 'noise'"),
+        ({"init": torch.zeros(1, 2, 6, 5).numpy()}, "init must be one of .*, got ndarray"),
+        ({"init": torch.zeros(2, 6, 5)}, r"init must have shape \(1, 2, 6, 5\), got \(2, 6, 5\)"),
+        ({"steps": 0}, "steps and restarts must be at least 1, got 0 and 1"),
+        ({"restarts": 0}, "steps and restarts must be at least 1, got 1000 and 0"),
+        ({"tv": -1.0}, "tv must be at least 0"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else next(iter(value)),
+)
+def test_a_wrong_option_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(attacks.match_gradients)(update_of(network()), **options)
+
+
+def test_inputs_that_are_no_pictures_have_no_total_variation():
+    update = client.gradient(victims.fc((12, 4)), torch.rand(2, 12), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="tv must be .* 0 for inputs that are no pictures"):
+        attacks.match_gradients(update, tv=0.1)
+
+
+def test_a_label_that_the_model_lacks_is_named():
+    update = changed(update_of(network()), labels=torch.tensor([9]))
+    with pytest.raises(ValueError, match="labels must lie in 0 to 3 for this model, got 9"):
+        attacks.match_gradients(update, steps=1)
+
+
+def test_logistic_labels_must_be_known():
+    model = victims.fc((60, 1)).double()
+    update = client.gradient(model, pictures(), torch.tensor([1]), loss="logistic", reveal_labels=False)
+    with pytest.raises(ValueError, match="labels must be known with loss='logistic', got None"):
+        attacks.match_gradients(update)
+
+
+def test_batch_norm_over_one_value_is_named():
+    model = (
+        nn.Sequential(nn.Conv2d(2, 3, (6, 5)), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 4))
+        .double()
+        .eval()
+    )
+    update = changed(client.gradient(model, pictures(), torch.tensor([1])), mode="train")
+    with pytest.raises(ValueError, match="mode='train' needs more than one value per channel for batch norm"):
+        attacks.match_gradients(update, steps=1)

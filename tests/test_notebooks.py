@@ -1,0 +1,136 @@
+"""Every committed chapter: the skeleton, the order of execution, pictures that are described, nothing private."""
+
+import json
+import re
+
+import nbformat
+import pytest
+
+from gradinv import chapters, claims
+
+SKELETON = [
+    "Claim",
+    "Assumptions",
+    "At a glance",
+    "Parameters",
+    "Set-up",
+    "Method",
+    "Results that reproduce",
+    "Results beyond the paper",
+    "Verdict",
+    "What differed from the paper",
+    "Exercises",
+    "Cite this chapter",
+    "References",
+]
+TAGS = {"parameters", "hide-input", "remove-cell", "remove-output", "nbval-check-output", "nbval-ignore-output"}
+LARGEST = 2_000_000
+
+
+@pytest.fixture(params=chapters.names())
+def chapter(request):
+    return request.param
+
+
+@pytest.fixture
+def notebook(chapter):
+    return nbformat.read(chapters.NOTEBOOKS / f"{chapter}.ipynb", 4)
+
+
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def prose(notebook):
+    return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+
+
+def test_skeleton(notebook):
+    assert re.findall(r"^## (.+)$", prose(notebook), re.M) == SKELETON
+
+
+def test_opens_in_plain_words(notebook):
+    title, opening = notebook.cells[0].source.split("\n\n")[:2]
+    assert title.startswith("# ")
+    assert len(opening.split()) > 8
+    assert "$" not in opening and "`" not in opening
+
+
+def test_parameters_come_first(notebook):
+    first = code(notebook)[0]
+    assert first.metadata.tags == ["parameters"]
+    assert first.source == 'scale = "laptop"\ndevice = "auto"\nseed = 0'
+
+
+def test_executed_in_order_without_errors(notebook):
+    assert [cell.execution_count for cell in code(notebook)] == list(range(1, len(code(notebook)) + 1))
+    outputs = [output for cell in code(notebook) for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+
+
+def test_is_normalised(chapter):
+    text = (chapters.NOTEBOOKS / f"{chapter}.ipynb").read_text()
+    again = chapters.normalise(nbformat.reads(text, 4))
+    assert nbformat.writes(again).strip() == text.strip()
+
+
+def test_every_figure_is_numbered_and_described(notebook):
+    for cell in code(notebook):
+        shown = [output for output in cell.outputs if "image/png" in output.get("data", {})]
+        if not shown or "remove-cell" in cell.metadata.get("tags", ()):
+            continue
+        figure, image = cell.metadata.mystnb.figure, cell.metadata.mystnb.image
+        assert figure.name.startswith("fig-") and len(figure.caption) > 20
+        assert len(image.alt) > 20 and image.alt != figure.caption
+
+
+def test_cells_are_small_and_plain(notebook):
+    for cell in code(notebook):
+        assert set(cell.metadata.get("tags", ())) <= TAGS
+        for line in cell.source.splitlines():
+            assert len(line) <= 76, line
+            assert not re.match(r"\s*(class |[!%])", line), line
+        assert not re.search(r"\b(urllib|requests|ipywidgets|tqdm|subprocess)\b", cell.source)
+
+
+def test_nothing_private_and_not_too_large(chapter):
+    path = chapters.NOTEBOOKS / f"{chapter}.ipynb"
+    text = path.read_text()
+    assert path.stat().st_size < LARGEST
+    assert not re.search(r'["\s(](/home/|/root/|/work/|/tmp/|/Users/|[A-Z]:\\\\)', text)
+    assert "application/vnd.jupyter.widget" not in text
+
+
+def test_no_number_is_typed_into_the_verdict(notebook):
+    verdict = prose(notebook).split("## Verdict")[1].split("\n## ")[0]
+    assert "{glue:text}" in verdict
+
+
+def test_committed_run_judges_every_claim(chapter):
+    runs = [record for scale in ("laptop", "full") if (record := chapters.last(chapter, scale))]
+    assert runs, f"{chapter} has no run at laptop scale or better"
+    expected = {claim.id for claim in claims.ledger().values() if claim.chapter == chapter}
+    for record in runs:
+        assert {claim["id"] for claim in record["claims"]} == expected
+        assert {claim["verdict"] for claim in record["claims"]} <= set(claims.VERDICTS)
+        assert all("cifar10" in source.lower() or "CIFAR-10" in source for source in record["data"])
+
+
+def test_verdicts_follow_from_the_ledger_as_it_is(chapter):
+    for scale in claims.SCALES:
+        for row in (chapters.last(chapter, scale) or {"claims": []})["claims"]:
+            claim = claims.ledger()[row["id"]]
+            assert claims.judge(claim, row["values"], scale).verdict == row["verdict"]
+
+
+def test_shown_verdicts_are_the_recorded_ones(chapter, notebook):
+    record = chapters.last(chapter, "full") or chapters.last(chapter, "laptop")
+    glued = {}
+    for cell in code(notebook):
+        for output in cell.outputs:
+            name = output.get("metadata", {}).get("scrapbook", {}).get("name")
+            if name in claims.ledger():
+                glued[name] = json.dumps(output["data"])
+    for row in record["claims"]:
+        assert row["verdict"] in glued[row["id"]]

@@ -1,0 +1,315 @@
+"""Rank analysis: the papers' integer tables, and the nullity against a dense numerical rank."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.grad import conv2d_weight
+
+from gradinv import rank, victims
+
+
+def rows(model, shape):
+    return [
+        (layer.x, layer.weights, layer.z, layer.ra, layer.ra_virtual)
+        for layer in rank.analyse(model, shape).layers
+        if layer.weights
+    ]
+
+
+# x, weights, z, RA and RA with virtual constraints of each layer
+CNN6 = [
+    (3072, 576, 3468, -972, -972),
+    (3468, 3888, 2916, -3336, -3732),
+    (2916, 11664, 2916, -11664, -12060),
+    (2916, 11664, 2916, -11664, -12060),
+    (2916, 20736, 1600, -19420, -19816),
+    (1600, 73728, 3200, -75328, -75724),
+    (3200, 3200, 1, -1, -1997),
+]
+CNN6D_CHANGED = [(3468, 2160, 1620, -312, -708), (1620, 6480, 2916, -7776)]
+LENET = [
+    (784, 300, 2352, -1868, -1868),
+    (2352, 3600, 588, -1836, -3404),
+    (588, 3600, 588, -3600, -5168),
+    (588, 588, 1, -1, -1569),
+]
+
+
+def test_cnn6():
+    assert rows(victims.cnn6(), (3, 32, 32)) == CNN6
+    assert rank.analyse(victims.cnn6(), (3, 32, 32)).index == -1
+
+
+def test_cnn6d():
+    found = rows(victims.cnn6d(), (3, 32, 32))
+    assert found[0] == CNN6[0] and found[1] == CNN6D_CHANGED[0] and found[2][:4] == CNN6D_CHANGED[1]
+    assert [row[:4] for row in found[3:]] == [row[:4] for row in CNN6[3:]]
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "leaky_relu"])
+def test_lenet_of_rgap(activation):
+    layers = [
+        nn.Conv2d(inputs, 12, 5, stride, 2, bias=False) for inputs, stride in ((1, 2), (12, 2), (12, 1))
+    ]
+    joined = [module for layer in layers for module in (layer, victims._activation(activation))]
+    model = nn.Sequential(*joined, nn.Flatten(), nn.Linear(588, 1, bias=False))
+    assert rows(model, (1, 28, 28)) == LENET
+    assert rows(victims.lenet(1, 1, 28, activation), (1, 28, 28)) == LENET  # biases are not counted
+
+
+def test_fcn3():
+    assert [row[3] for row in rows(victims.fcn3(), (1, 28, 28))] == [-784_216, -99_100, -1]
+
+
+# x, weights1, middle, weights2, shortcut, f, RA with skip, RA without; CIFAR stem, width 64
+BLOCKS = {
+    "layer1.0": (65536, 36864, 65536, 36864, 0, 65536, -36864, -36864),
+    "layer1.1": (65536, 36864, 65536, 36864, 0, 65536, -36864, -36864),
+    "layer2.0": (65536, 73728, 32768, 147456, 8192, 32768, -122880, -40960),
+    "layer2.1": (32768, 147456, 32768, 147456, 0, 32768, -147456, -147456),
+    "layer3.0": (32768, 294912, 16384, 589824, 32768, 16384, -606208, -278528),
+    "layer3.1": (16384, 589824, 16384, 589824, 0, 16384, -589824, -589824),
+    "layer4.0": (16384, 1179648, 8192, 2359296, 131072, 8192, -2482176, -1171456),
+    "layer4.1": (8192, 2359296, 8192, 2359296, 0, 8192, -2359296, -2359296),
+}
+
+
+@pytest.fixture(scope="module")
+def resnet18():
+    return rank.analyse(victims.resnet(18), (3, 32, 32))
+
+
+def test_resnet18_blocks(resnet18):
+    found = {
+        block.name: (
+            *(block.x, block.weights1, block.middle, block.weights2, block.weights_shortcut, block.f),
+            *(block.with_skip, block.without_skip),
+        )
+        for block in resnet18.blocks
+    }
+    assert found == BLOCKS
+    assert all(block.has_skip and block.ra == block.with_skip for block in resnet18.blocks)
+
+
+def test_resnet18_outside_of_blocks(resnet18):
+    layers = {layer.name: layer for layer in resnet18.layers}
+    assert (layers["conv1"].x, layers["conv1"].weights, layers["conv1"].z) == (3072, 1728, 65536)
+    assert layers["conv1"].ra == -64192 and layers["fc"].ra == -4618
+    assert layers["layer1.0.conv1"].virtual == layers["layer1.0.conv1"].budget == 62464
+    assert resnet18.index == -4618  # the last layer's
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "without"),
+    [
+        ({}, 32, -40960),
+        ({"stem": "imagenet"}, 32, -71680),
+        ({"width": 16}, 32, 3584),
+        ({"stem": "imagenet"}, 224, 26624),
+    ],
+)
+def test_cutting_layer2_0(options, size, without):
+    report = rank.analyse(victims.resnet(18, cut=("layer2.0",), **options), (3, size, size))
+    block = next(block for block in report.blocks if block.name == "layer2.0")
+    assert not block.has_skip and block.ra == block.without_skip == without
+    assert block.weights_shortcut == 0
+    assert report.index == max(without, report.layers[-1].ra)
+    if size == 32:
+        uncut = rank.analyse(victims.resnet(18, **options), (3, size, size))
+        assert next(block for block in uncut.blocks if block.name == "layer2.0").without_skip == without
+
+
+def test_virtual_constraints_before_the_cut():
+    layers = {layer.name: layer for layer in rank.analyse(victims.resnet(18, width=16), (3, 32, 32)).layers}
+    first = layers["layer1.0.conv1"]
+    assert first.virtual == first.budget == 13312
+    assert layers["layer2.0.conv1"].ra == 3584 and layers["layer2.0.conv1"].ra_virtual == -9728
+
+
+def test_pooling_uses_the_budget_up_and_leaves_the_sum():
+    report = rank.analyse(victims.resnet(18, stem="imagenet"), (3, 224, 224))
+    layers = {layer.name: layer for layer in report.layers}
+    pool, after = layers["maxpool"], layers["layer1.0.conv1"]
+    assert pool.weights == 0 and pool.virtual == 652288
+    assert after.virtual == 652288 and after.budget == 50176
+
+
+def test_tables_hold_every_row(resnet18):
+    table = resnet18.table()
+    assert list(table["name"]) == [layer.name for layer in resnet18.layers]
+    assert list(table["ra"]) == [layer.ra for layer in resnet18.layers]
+    blocks = resnet18.block_table().set_index("name")
+    assert blocks.loc["layer2.0", "without_skip"] == -40960 and blocks.loc["layer2.0", "ra"] == -122880
+
+
+def test_the_plot_has_a_bar_a_layer(resnet18):
+    figure = resnet18.plot()
+    assert len(figure.axes[0].patches) == sum(layer.weights > 0 for layer in resnet18.layers)
+    assert {patch.get_width() for patch in figure.axes[0].patches} == {
+        float(row.ra) for row in resnet18.layers if row.weights
+    }
+
+
+def test_activations_and_batch_norm_are_no_rows():
+    kinds = {layer.kind for layer in rank.analyse(victims.convnet(4), (3, 32, 32)).layers}
+    assert kinds == {"Conv2d", "MaxPool2d", "Linear"}
+
+
+# --- what cannot be counted ---
+
+
+class Reused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.head(self.layer(self.layer(x)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.head(self.cell(x.squeeze(1))[0][:, -1])
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "message"),
+    [
+        (victims.lenet(), (3, 40, 40), r"input_shape \(3, 40, 40\) does not fit the model"),
+        (victims.lenet(), (32, 32), r"input_shape must be \(channels, height, width\)"),
+        (
+            nn.Sequential(nn.Flatten(), nn.ReLU()),
+            (3, 4, 4),
+            "model must have a convolution or a linear layer, got Sequential",
+        ),
+        (nn.Flatten(), (3, 4, 4), "model must have a convolution or a linear layer, got Flatten"),
+        (
+            nn.Sequential(nn.ConvTranspose2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 2)),
+            (1, 4, 4),
+            "got ConvTranspose2d in 0",
+        ),
+        (Recurrent(), (1, 3, 4), "must have its weights in Conv2d and Linear, got LSTM in cell"),
+        (Reused(), (6,), "model must run each weight once"),
+    ],
+    ids=["shape", "two axes", "no weights", "no parameters", "transposed", "recurrent", "reused"],
+)
+def test_what_cannot_be_counted_is_named(model, shape, message):
+    with pytest.raises(ValueError, match=message):
+        rank.analyse(model, shape)
+
+
+# --- the exact nullity ---
+
+
+def dense_nullity(conv, shape, seed=0):
+    """By the numerical rank of all equations stacked, built one pixel at a time."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = conv.weight.detach().double()
+    geometry = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
+    size = torch.Size(shape).numel()
+    pixels = torch.eye(size, dtype=torch.float64).reshape(size, *shape)
+    outputs = functional.conv2d(pixels, weight, **geometry)
+    sensitivity = torch.randn(1, *outputs.shape[1:], generator=generator, dtype=torch.float64)
+    gradients = [
+        conv2d_weight(pixel[None], weight.shape, sensitivity, **geometry).flatten() for pixel in pixels
+    ]
+    equations = torch.cat([outputs.flatten(1), torch.stack(gradients)], 1)
+    return size - int(torch.linalg.matrix_rank(equations, rtol=1e-10))
+
+
+# channels, filters, kernel, stride, padding, height, width, rank
+KNOWN = [(3, 4, 2, 2, 1, 8, 7, 110), (3, 6, 2, 2, 1, 7, 7, 129), (1, 3, 2, 3, 1, 8, 7, 24)]
+
+
+@pytest.mark.parametrize("case", KNOWN, ids=str)
+def test_known_ranks(case):
+    channels, filters, kernel, stride, padding, height, width, expected = case
+    conv = nn.Conv2d(channels, filters, kernel, stride, padding)
+    lost = rank.nullity(conv, (channels, height, width))
+    assert channels * height * width - lost == expected
+    assert dense_nullity(conv, (channels, height, width)) == lost
+
+
+@pytest.mark.parametrize(("filters", "lost"), [(20, 280), (21, 180), (22, 82), (23, 0)])
+def test_cnn6d_loses_280_dimensions(filters, lost):
+    assert rank.nullity(nn.Conv2d(12, filters, 3, 2, 1, bias=False), (12, 17, 17)) == lost
+
+
+def test_cnn6d_as_it_is_built():
+    assert rank.nullity(victims.cnn6d()[2], (12, 17, 17)) == 280
+    assert rank.nullity(victims.cnn6()[2], (12, 17, 17)) == 0
+
+
+def random_layer(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+    channels, height, width = draw(1, 3), draw(4, 8), draw(4, 8)
+    kernel, stride = (draw(1, 3), draw(1, 3)), (draw(1, 3), draw(1, 3))
+    padding = (draw(0, kernel[0] - 1), draw(0, kernel[1] - 1))
+    return nn.Conv2d(channels, draw(1, 6), kernel, stride, padding), (channels, height, width)
+
+
+LAYERS = [random_layer(seed) for seed in range(40)]
+
+
+@pytest.mark.parametrize(("conv", "shape"), LAYERS, ids=range(len(LAYERS)))
+def test_nullity_is_the_dense_one(conv, shape):
+    assert rank.nullity(conv, shape, seed=1) == dense_nullity(conv, shape, seed=2)
+
+
+def test_the_random_layers_are_of_both_kinds():
+    lost = [dense_nullity(*layer) for layer in LAYERS]
+    assert 8 < sum(count > 0 for count in lost) < 32
+
+
+@pytest.mark.parametrize(
+    ("conv", "shape"),
+    [
+        (nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 0)), (2, 7, 5)),
+        (nn.Conv2d(2, 3, 2, dilation=2), (2, 6, 7)),
+        (nn.Conv2d(1, 1, 1), (1, 3, 3)),
+        (nn.Conv2d(3, 2, (4, 1)), (3, 4, 5)),
+        (nn.Conv2d(2, 2, 1, stride=3), (2, 5, 5)),
+    ],
+    ids=[
+        "stride, padding and kernel differ",
+        "dilation",
+        "one number",
+        "as high as the picture",
+        "pixels not seen",
+    ],
+)
+def test_nullity_of_odd_layers(conv, shape):
+    assert rank.nullity(conv, shape) == dense_nullity(conv, shape)
+
+
+def test_nullity_of_weights_that_are_zero():
+    conv = nn.Conv2d(3, 1, 2, stride=2, bias=False)
+    nn.init.zeros_(conv.weight)
+    assert rank.nullity(conv, (3, 4, 4)) == dense_nullity(conv, (3, 4, 4)) == 3 * (16 - 4)
+
+
+def test_nullity_of_a_large_layer_is_none_and_quick():
+    assert rank.nullity(nn.Conv2d(3, 64, 7, 2, 3), (3, 224, 224)) is None
+
+
+@pytest.mark.parametrize(
+    ("conv", "shape", "message"),
+    [
+        (nn.Conv2d(4, 4, 3, groups=2), (4, 8, 8), "conv must have groups=1"),
+        (nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), (3, 8, 8), "zero padding"),
+        (nn.Conv2d(3, 4, 3, padding="same"), (3, 8, 8), "zero padding given in pixels"),
+        (nn.Conv2d(3, 4, 3), (4, 8, 8), r"input_shape must be \(3, height, width\), got \(4, 8, 8\)"),
+    ],
+)
+def test_nullity_names_what_it_does_not_cover(conv, shape, message):
+    with pytest.raises(ValueError, match=message):
+        rank.nullity(conv, shape)

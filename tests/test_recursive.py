@@ -1,0 +1,140 @@
+"""R-GAP's equation for the logit, and the twins of a picture."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from gradinv import attacks, client, victims
+from gradinv.attacks import FOLD, mu_roots, twin_ratio
+from gradinv.client import Update
+
+
+def value_at(mu):
+    return -mu / (1 + math.exp(mu))
+
+
+@pytest.mark.parametrize(
+    "mu", [-700.0, -30.0, -5.0, -1.0, -1e-6, 1e-9, 0.01, 0.5, 1.0, 1.2, 1.4, 2.0, 5.0, 30.0, 600.0]
+)
+def test_roots_hold_the_logit(mu):
+    roots = mu_roots(value_at(mu))
+    assert len(roots) == (2 if mu > 0 else 1)
+    assert min(abs(root - mu) for root in roots) <= 1e-9 * max(abs(mu), 1e-9)
+    for root in roots:
+        assert value_at(root) == pytest.approx(value_at(mu), rel=1e-9)
+    assert list(roots) == sorted(roots, reverse=True)
+
+
+def test_the_fold_is_where_both_roots_meet():
+    assert pytest.approx(1.278465, abs=5e-7) == FOLD
+    assert 1 + math.exp(FOLD) * (1 - FOLD) == pytest.approx(0, abs=1e-12)  # the value's slope vanishes there
+    assert mu_roots(value_at(FOLD)) == pytest.approx((FOLD, FOLD), abs=1e-7)
+    for distance in (1e-12, 1e-9, 1e-6, 1e-3):
+        high, low = mu_roots(1 - FOLD + distance)
+        assert low <= FOLD <= high and math.isfinite(low) and math.isfinite(high)
+
+
+@pytest.mark.parametrize("value", [1 - FOLD - 1e-9, -1.0, -math.inf, math.nan])
+def test_no_root_below_the_fold(value):
+    assert mu_roots(value) == ()
+
+
+def test_a_zero_value_has_the_root_zero():
+    assert mu_roots(0.0) == (0.0,) and mu_roots(-0.0) == (0.0,)
+
+
+# mu, its twin and their ratio, worked out from the equation by hand
+TWINS = [
+    (0.01, 7.2890),
+    (0.05, 5.3952),
+    (0.5, 2.5088),
+    (1.0, 1.5969),
+    (2.0, 0.7362),
+    (3.0, 0.3427),
+    (5.0, 0.0693),
+]
+
+
+@pytest.mark.parametrize(("mu", "twin"), TWINS)
+def test_twin_ratio(mu, twin):
+    assert twin_ratio(mu) * mu == pytest.approx(twin, abs=6e-5)
+    assert twin_ratio(twin_ratio(mu) * mu) == pytest.approx(1 / twin_ratio(mu), rel=1e-6)  # the twin's twin
+    assert (twin_ratio(mu) < 1) == (mu > FOLD)
+
+
+@pytest.mark.parametrize("mu", [0.0, -1e-9, -3.0])
+def test_a_wrong_sign_has_no_twin(mu):
+    assert twin_ratio(mu) is None
+
+
+def test_twin_ratio_at_the_ends():
+    assert twin_ratio(FOLD) == pytest.approx(1, abs=1e-6)
+    assert twin_ratio(800.0) == 0  # e^800 is no float
+    assert math.isfinite(twin_ratio(1e-9)) and twin_ratio(1e-9) > 1e10
+
+
+def logistic_update(model, pixels, label):
+    return client.gradient(model.double(), pixels.double(), torch.tensor([label]), loss="logistic")
+
+
+@pytest.mark.parametrize("label", [-1, 1])
+@pytest.mark.parametrize("make", [lambda: victims.fc((1024 * 3, 20, 1), bias=False), victims.cnn6])
+def test_logits_are_read_off_the_last_layer(make, label):
+    model, pixels = make().double(), torch.rand(1, 3, 32, 32).double()
+    mu = label * model(pixels).item()
+    roots = attacks.logits(logistic_update(model, pixels, label))
+    assert min(abs(root - mu) for root in roots) < 1e-10
+    assert len(roots) == (2 if mu > 0 else 1)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: victims.fc((3072, 20, 1), bias=False, activation="relu"), victims.cnn6]
+)
+def test_the_twin_has_the_same_gradient(make):
+    model, pixels = make().double(), torch.rand(1, 3, 32, 32).double()
+    output = model(pixels).item()
+    label = 1 if output > 0 else -1
+    ratio = twin_ratio(abs(output))
+    twin = pixels * ratio
+    both = []
+    for x in (pixels, twin):
+        working = make_gradient(model, x, label)
+        both.append(working)
+    for real, other in zip(*both, strict=True):
+        torch.testing.assert_close(other, real, rtol=1e-9, atol=1e-12 * real.abs().max().item())
+    assert abs(ratio - 1) > 0.01  # and is another picture
+
+
+def make_gradient(model, pixels, label):
+    # by hand, since the twin leaves [0, 1], which a client does not accept
+    loss = torch.nn.functional.softplus(-label * model(pixels)[0, 0])
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def test_a_bias_breaks_the_twin():
+    model, pixels = victims.fc((12, 6, 1)).double(), torch.rand(1, 12).double()
+    output = model(pixels).item()
+    label = 1 if output > 0 else -1
+    real, other = (make_gradient(model, x, label) for x in (pixels, pixels * twin_ratio(abs(output))))
+    assert any((a - b).abs().max() > 1e-3 * a.abs().max() for a, b in zip(real, other, strict=True))
+
+
+def test_logits_names_what_it_needs():
+    pixels = torch.rand(1, 12)
+    one = logistic_update(victims.fc((12, 1), bias=False), pixels, 1)
+    with pytest.raises(ValueError, match="one picture with loss='logistic', got loss='cross_entropy'"):
+        attacks.logits(client.gradient(victims.fc((12, 4)), pixels, torch.tensor([1])))
+    two = client.gradient(one.model, torch.rand(2, 12).double(), torch.tensor([1, -1]), loss="logistic")
+    with pytest.raises(ValueError, match="batch_size=2"):
+        attacks.logits(two)
+    with pytest.raises(ValueError, match="a last layer that is linear without bias, got Linear"):
+        attacks.logits(logistic_update(victims.fc((12, 1)), pixels, 1))
+    with pytest.raises(ValueError, match="a last layer that is linear without bias, got LeakyReLU"):
+        attacks.logits(logistic_update(victims.fcn3(), torch.rand(1, 1, 28, 28), 1))
+    model = nn.Sequential(nn.Linear(12, 5), nn.Linear(5, 1, bias=False)).double()
+    whole = logistic_update(model, pixels, 1)
+    part = Update(model, {"0.weight": whole.gradient["0.weight"]}, (12,), 1, whole.labels, "logistic")
+    with pytest.raises(ValueError, match="the gradient of 1.weight, got 0.weight"):
+        attacks.logits(part)

@@ -1,0 +1,275 @@
+"""The built site as its readers meet it: built with warnings as errors, then opened in a real browser.
+
+The build runs once. The checks in a browser are skipped where no Chromium is installed.
+"""
+
+import functools
+import http.server
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from urllib.parse import unquote, urljoin, urlsplit
+
+import pytest
+import yaml
+from bs4 import BeautifulSoup
+
+ROOT = pathlib.Path(__file__).parent.parent
+TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
+PAGES = [TOC["root"]] + [chapter["file"] for part in TOC["parts"] for chapter in part["chapters"]]
+CHAPTERS = [page for page in PAGES if page.startswith("notebooks/")]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on PATH"
+)
+
+# Both widths in both themes, with two loads a page.
+VISITS = [("light", (1280, 375)), ("dark", (375, 1280))]
+PHONE, DESKTOP = 375, 1280
+AXE = {"preload": False, "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The folder of the built pages."""
+    out = tmp_path_factory.mktemp("site")
+    build = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from jupyter_book.cli.main import main; main()",
+            "build",
+            str(ROOT),
+            "--path-output",
+            str(out),
+            "-W",
+            "-n",
+            "--keep-going",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_COLOR": "1"},
+    )
+    assert build.returncode == 0, (build.stdout + build.stderr)[-8000:]
+    return out / "_build" / "html"
+
+
+@pytest.fixture(scope="session")
+def soups(site):
+    """Every built page, parsed, by its path in the site."""
+    return {
+        path.relative_to(site).as_posix(): BeautifulSoup(path.read_text(), "html.parser")
+        for path in sorted(site.rglob("*.html"))
+        if "_static" not in path.parts
+    }
+
+
+def test_every_page_is_built(soups):
+    assert {f"{page}.html" for page in PAGES} <= set(soups)
+
+
+def test_front_door_leads_to_the_first_page(soups):
+    assert f"{TOC['root']}.html" in str(soups["index.html"])
+
+
+def test_no_page_loads_anything_from_outside(soups):
+    """Links that a reader follows may lead outside; what a page loads by itself may not."""
+    outside = [
+        (name, str(tag)[:200])
+        for name, soup in soups.items()
+        for tag in soup.find_all(True)
+        for attribute in ("src", "href", "data", "poster", "srcset")
+        if tag.name != "a"
+        and "canonical" not in tag.get("rel", [])
+        and re.match(r"(https?:)?//", tag.get(attribute, "").strip())
+    ]
+    inline = [
+        (name, found)
+        for name, soup in soups.items()
+        for script in soup.find_all("script")
+        for found in re.findall(r"(?:unpkg|jsdelivr|cdnjs|googleapis)[^\"' ]*", script.text)
+    ]
+    assert outside + inline == []
+
+
+def test_links_and_anchors_resolve(site, soups):
+    anchors = {
+        name: {tag[key] for tag in soup.find_all(True) for key in ("id", "name") if tag.get(key)}
+        for name, soup in soups.items()
+    }
+    broken = []
+    for name, soup in soups.items():
+        for link in soup.find_all(["a", "link", "script", "img"]):
+            url = link.get("href") or link.get("src") or ""
+            if urlsplit(url).scheme or url.startswith("//") or not url:
+                continue
+            target = urlsplit(urljoin(name, url))
+            path, anchor = unquote(target.path), unquote(target.fragment)
+            if not (site / path).is_file():
+                broken.append((name, url, "no such file"))
+            elif anchor and path in anchors and anchor not in anchors[path] and link.get("href") != "#":
+                broken.append((name, url, "no such anchor"))
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pictures_say_what_they_show(soups, page):
+    for picture in soups[f"{page}.html"].select("article img"):
+        alt = picture.get("alt", "")
+        caption = picture.find_parent("figure") and picture.find_parent("figure").find("figcaption")
+        assert len(alt) > 20, f"{picture.get('src')} has the alt text {alt!r}"
+        assert not caption or alt not in caption.get_text(), f"the alt text repeats the caption: {alt!r}"
+
+
+@pytest.mark.parametrize("page", CHAPTERS)
+def test_chapter_can_be_downloaded(site, soups, page):
+    links = [
+        link["href"]
+        for link in soups[f"{page}.html"].find_all("a", href=True, class_="btn-download-source-button")
+    ]
+    assert links and all((site / urljoin(f"{page}.html", link)).is_file() for link in links)
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="session")
+def address(site):
+    """The site on the loopback interface."""
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=site)
+    ) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=[
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-quic",
+                "--no-first-run",
+                "--disable-background-networking",
+                "--disable-component-update",
+                "--disable-sync",
+            ],
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser, address):
+    """Open a page and note everything that goes wrong on it, in `tab.faults`."""
+    contexts = []
+
+    def visit(path, theme="light", width=DESKTOP):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.faults = []
+        tab.on(
+            "console",
+            lambda message: message.type in ("error", "warning") and tab.faults.append(message.text),
+        )
+        tab.on("pageerror", lambda error: tab.faults.append(str(error)))
+        tab.on("requestfailed", lambda request: tab.faults.append(f"failed {request.url}"))
+        tab.on(
+            "response", lambda response: response.ok or tab.faults.append(f"{response.status} {response.url}")
+        )
+        tab.on(
+            "request",
+            lambda request: (
+                request.url.startswith((address, "data:", "blob:"))
+                or tab.faults.append(f"outside {request.url}")
+            ),
+        )
+        tab.goto(address + path, wait_until="load")
+        tab.wait_for_timeout(700)  # icons and repairs
+        return tab
+
+    yield visit
+    for context in contexts:
+        context.close()
+
+
+@needs_browser
+@pytest.mark.parametrize("theme, widths", VISITS, ids=[theme for theme, _ in VISITS])
+@pytest.mark.parametrize("page", PAGES)
+def test_page_in_a_browser(visit, page, theme, widths):
+    from axe_playwright_python.sync_playwright import Axe
+
+    tab = visit(f"{page}.html", theme, widths[0])
+    tab.evaluate("() => window.MathJax?.startup?.promise?.then(() => true)")
+    assert tab.locator("html").get_attribute("data-theme") == theme
+    # colours do not depend on the width, nor the structure on the theme, so two of the four pairs are enough
+    violations = Axe().run(tab, options=AXE).response["violations"]
+    assert [(found["id"], [node["html"][:200] for node in found["nodes"]]) for found in violations] == []
+    for width in widths:
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.wait_for_timeout(200)
+        needed = tab.evaluate("() => document.documentElement.scrollWidth")
+        assert needed <= width, f"the page needs {needed} px on a screen of {width} px"
+    raw = "() => [...document.querySelectorAll('article .math:not(:has(mjx-container))')].length"
+    assert tab.evaluate(raw) == 0, "math that was not typeset"
+    filters = (
+        "() => [...document.querySelectorAll('article img')].map(image => getComputedStyle(image).filter)"
+    )
+    assert set(tab.evaluate(filters)) <= {"none"}, "a filter changes the pictures"
+    empty = "() => [...document.images].filter(picture => !picture.naturalWidth).map(picture => picture.src)"
+    assert tab.evaluate(empty) == []
+    assert tab.faults == []
+
+
+@needs_browser
+def test_search_finds_pages(visit):
+    tab = visit("search.html?q=gradient")
+    tab.wait_for_selector("#search-results li")
+    assert tab.locator("#search-results li").count() >= 3
+    assert tab.faults == []
+
+
+@needs_browser
+def test_phone_menu_opens(visit):
+    tab = visit(f"{CHAPTERS[0]}.html", width=PHONE)
+    link = tab.locator(f"a[href$='{pathlib.Path(CHAPTERS[-1]).name}.html']:visible")
+    assert link.count() == 0
+    tab.locator("button.primary-toggle:visible").click()
+    link.first.wait_for(timeout=3000)
+    link.first.click()
+    tab.wait_for_url(f"**/{CHAPTERS[-1]}.html")
+    assert tab.faults == []
+
+
+@needs_browser
+def test_reader_can_change_the_theme(visit):
+    tab = visit(f"{PAGES[0]}.html")
+    seen = set()
+    for _ in range(3):
+        tab.locator(".theme-switch-button:visible").first.click()
+        seen.add(tab.locator("html").get_attribute("data-theme"))
+    assert seen == {"light", "dark"}
+
+
+@needs_browser
+def test_wide_boxes_can_be_scrolled_with_the_keyboard(visit):
+    tab = visit(f"{CHAPTERS[0]}.html", width=PHONE)
+    stuck = """() => [...document.querySelectorAll('article *')].filter(box =>
+        box.scrollWidth > box.clientWidth + 1 && ['auto', 'scroll'].includes(getComputedStyle(box).overflowX)
+        && box.tabIndex < 0 && !box.querySelector('a, button, input, [tabindex="0"]')
+        && !box.closest('[tabindex="0"]')).map(box => box.outerHTML.slice(0, 150))"""
+    assert tab.evaluate(stuck) == []
