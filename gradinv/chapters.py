@@ -176,6 +176,7 @@ def _execute(chapter: str, scale: str, device: str, seed: int, seconds: float | 
                 execution_timeout=None if seconds is None else max(1, int(seconds)),
                 progress_bar={"desc": f"  {chapter}", "unit": " cells"},
                 log_output=False,
+                extra_arguments=["--log-level=CRITICAL"],  # the kernel's notes on transport and shutdown worry readers
             )
         except PapermillExecutionError as error:
             raise ChapterError(f"{chapter} failed in cell {error.exec_count}: {error.ename}: {error.evalue}") from error
@@ -236,8 +237,12 @@ def _environment(recorded: pathlib.Path):
 
 
 def threads() -> int:
-    """Threads of a chapter: `$OMP_NUM_THREADS`, else the cores this process may use."""
-    return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    """Threads of a chapter: `$OMP_NUM_THREADS`, else one.
+
+    Its networks are small: a second thread gains little, and where cores are shared the two wait for each other
+    (measured: 20 times slower per step).
+    """
+    return int(os.environ.get("OMP_NUM_THREADS") or 1)
 
 
 def _checked(chosen: Sequence[str], scale: str, device: str) -> list[str]:

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import torch
 import yaml
 
 SCALES = ("smoke", "laptop", "full")
@@ -158,6 +160,8 @@ def glue(name: str, value) -> None:
     from IPython.display import display
 
     prefix = "application/papermill.record/"
+    if isinstance(value, np.generic | torch.Tensor):
+        value = value.item()  # a page formats plain numbers only
     bundle, metadata = format_display_data(value)
     metadata["scrapbook"] = {"name": name, "mime_prefix": prefix}
     display({prefix + mime: data for mime, data in bundle.items()}, raw=True, metadata=metadata)

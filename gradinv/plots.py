@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -14,7 +15,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def use_style() -> None:
-    """The book's style: opaque white figures, colours and markers that stay apart, the same fonts everywhere."""
+    """The book's style: opaque white figures, colours and markers that stay apart, the same fonts everywhere, and
+    tables that show their cells in full."""
+    pd.set_option("display.max_colwidth", None)
     mpl.rcParams.update(
         {
             "figure.facecolor": "white",

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
+from scipy.linalg.lapack import dpstrf
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models.resnet import BasicBlock
@@ -109,12 +110,7 @@ class RankReport:
         """A row a residual block, with its index as it stands, with and without its skip."""
         return pd.DataFrame(
             [
-                {
-                    **asdict(block),
-                    "ra": block.ra,
-                    "with_skip": block.with_skip,
-                    "without_skip": block.without_skip,
-                }
+                {**asdict(block), "ra": block.ra, "with_skip": block.with_skip, "without_skip": block.without_skip}
                 for block in self.blocks
             ]
         )
@@ -148,16 +144,10 @@ def analyse(model: nn.Module, input_shape: tuple[int, ...]) -> RankReport:
     ran = layers_.read(model, input_shape)
     for name, module in model.named_modules():
         if isinstance(module, UNCOUNTED):
-            raise ValueError(
-                f"model must have its weights in Conv2d and Linear, got {type(module).__name__} in {name}"
-            )
-    runs = Counter(
-        id(layer.module.weight) for layer in ran if isinstance(layer.module, nn.Conv2d | nn.Linear)
-    )
+            raise ValueError(f"model must have its weights in Conv2d and Linear, got {type(module).__name__} in {name}")
+    runs = Counter(id(layer.module.weight) for layer in ran if isinstance(layer.module, nn.Conv2d | nn.Linear))
     if runs and max(runs.values()) > 1:
-        raise ValueError(
-            "model must run each weight once, got one that runs more often: its gradient is a sum"
-        )
+        raise ValueError("model must run each weight once, got one that runs more often: its gradient is a sum")
     for layer in ran:
         if not isinstance(layer.module, nn.Conv2d | nn.Linear) and layer.input_shape == layer.output_shape:
             continue  # batch norm and activations keep their input's size and are invertible or elementwise
@@ -173,11 +163,7 @@ def analyse(model: nn.Module, input_shape: tuple[int, ...]) -> RankReport:
     if not any(row.weights for row in rows):
         raise ValueError(f"model must have a convolution or a linear layer, got {type(model).__name__}")
     shapes = {layer.name: layer for layer in ran}
-    blocks = [
-        _block(name, module, shapes)
-        for name, module in model.named_modules()
-        if isinstance(module, BasicBlock)
-    ]
+    blocks = [_block(name, module, shapes) for name, module in model.named_modules() if isinstance(module, BasicBlock)]
     return RankReport(rows, blocks)
 
 
@@ -209,21 +195,15 @@ def nullity(conv: nn.Conv2d, input_shape: tuple[int, int, int], *, seed: int = 0
     patches = functional.unfold(pixels, conv.kernel_size, **geometry)  # pixel, offset, output position
     sensitivity = torch.randn(conv.out_channels, patches.shape[2], generator=generator, dtype=torch.float64)
     gradient_rows = torch.einsum("poa,fa->fop", patches, sensitivity).flatten(0, 1)
-    free = _null_space(gradient_rows)
-    if not free.shape[0]:
-        return 0
+    free = _null_space(gradient_rows)  # (directions, pixels), the same for every input channel
     unknowns = free.shape[0] * channels
     outputs = conv.out_channels * patches.shape[2]
+    if not unknowns:
+        return 0
     if min(unknowns, outputs) > LARGEST:
         return None
-    pictures = free.reshape(-1, 1, height, width)
-    images = torch.cat(
-        [
-            functional.conv2d(pictures, weight[:, [channel]], **geometry).flatten(1)
-            for channel in range(channels)
-        ]
-    )
-    return unknowns - _rank(images, weight.square().sum().item())
+    gram = _gram_of_inputs if unknowns <= outputs else _gram_of_outputs
+    return unknowns - _rank(gram(weight, free, (height, width), geometry), weight.square().sum().item())
 
 
 def _null_space(rows: Tensor) -> Tensor:
@@ -231,12 +211,38 @@ def _null_space(rows: Tensor) -> Tensor:
     return right[int((values > values[0] * 1e-10).sum()) :]
 
 
-def _rank(matrix: Tensor, size: float) -> int:
-    """The rank of a part of an operator whose squared norm is about `size`: what is left may be rounding alone."""
-    gram = matrix @ matrix.T if matrix.shape[0] < matrix.shape[1] else matrix.T @ matrix
-    values = torch.linalg.eigvalsh(gram)
-    # squaring halves the digits: a relative singular value of 1e-6 is 1e-12 here, well above rounding
-    return int((values > size * 1e-12).sum())
+def _gram_of_inputs(weight: Tensor, free: Tensor, size: tuple[int, int], geometry: dict) -> Tensor:
+    """F W^T W F^T, with W the convolution and F the free directions of all input channels."""
+    shape, rows = (len(free), weight.shape[1], *size), []
+    for channel in range(weight.shape[1]):
+        images = functional.conv2d(free.reshape(-1, 1, *size), weight[:, [channel]], **geometry)
+        back = nn.grad.conv2d_input(shape, weight, images, **geometry).flatten(2)
+        rows.append((back @ free.T).flatten(1))
+    return torch.cat(rows)
+
+
+def _gram_of_outputs(weight: Tensor, free: Tensor, size: tuple[int, int], geometry: dict) -> Tensor:
+    """W F^T F W^T, by convolving the projector on the free directions from both sides."""
+    projector = (free.T @ free).reshape(-1, 1, *size)
+    total = torch.zeros((), dtype=weight.dtype)
+    for channel in range(weight.shape[1]):
+        kernel = weight[:, [channel]]
+        half = functional.conv2d(projector, kernel, **geometry).flatten(1)
+        total = total + functional.conv2d(half.T.reshape(-1, 1, *size), kernel, **geometry).flatten(1)
+    return total
+
+
+def _rank(gram: Tensor, size: float) -> int:
+    """Numerical rank of a positive semidefinite matrix, by Cholesky with pivots.
+
+    size: the squared norm of the weights. Rounding is measured against it, since where the gradient's equations leave
+    nothing to the output's, the whole matrix is rounding.
+    """
+    # squaring halves the digits: a relative singular value of 1e-5 is 1e-10 here, well above rounding
+    tolerance = 1e-10 * size
+    if gram.diagonal().max() <= tolerance:  # LAPACK takes the first pivot without comparing it
+        return 0
+    return int(dpstrf(gram.numpy(), tol=tolerance, lower=1)[2])
 
 
 def _block(name: str, block: BasicBlock, shapes: dict[str, layers_.Layer]) -> BlockCount:

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, no pictures but the bundled ones, and GPU tests skipped where there is none."""
+"""What all tests share: one thread, the bundled pictures, and GPU tests skipped where there is no GPU."""
 
 import os
 

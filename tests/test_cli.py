@@ -136,7 +136,7 @@ def test_ctrl_c_keeps_finished_chapters(book, tmp_path, monkeypatch):
 
 def test_budget_takes_the_neediest_first_and_stops(book, tmp_path, capsys):
     chapters.run(["one"], scale="smoke", out=tmp_path / "out", write=True)
-    finished = chapters.run(scale="smoke", out=tmp_path / "out", budget=120)
+    finished = chapters.run(scale="smoke", out=tmp_path / "out", budget=120.0)
     assert [record["chapter"] for record in finished] == ["two", "one"]
     assert chapters.run(["one"], scale="smoke", out=tmp_path / "out", budget=0.01) == []
     assert "left out" in capsys.readouterr().out
@@ -144,7 +144,7 @@ def test_budget_takes_the_neediest_first_and_stops(book, tmp_path, capsys):
 
 def test_a_cell_is_stopped_at_the_end_of_the_budget(book, tmp_path, capsys):
     write_notebook(book / "notebooks/one.ipynb", PARAMETERS, "import time; time.sleep(60)")
-    assert chapters.run(["one"], scale="smoke", out=tmp_path / "out", budget=6) == []
+    assert chapters.run(["one"], scale="smoke", out=tmp_path / "out", budget=6.0) == []
     assert "stopped at the end of the budget" in capsys.readouterr().out
     assert not (tmp_path / "out/notebooks").exists()
 

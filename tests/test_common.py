@@ -1,4 +1,4 @@
-"""What every victim and every attack must pass. A new one is found by itself and gets these checks for free."""
+"""What every victim and every attack must pass. A new one is found by itself and gets these for free."""
 
 import copy
 import inspect

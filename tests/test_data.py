@@ -1,4 +1,4 @@
-"""Real pictures with no download: what is bundled, what a folder adds, and damage that never becomes a result."""
+"""Pictures with no download: what is bundled, what a folder adds, and damage that never becomes a result."""
 
 import hashlib
 import shutil
@@ -101,7 +101,7 @@ def test_a_set_without_a_download_is_named():
 
 def test_without_the_package_that_ships_them(monkeypatch):
     monkeypatch.setattr(data, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match="no test pictures of cifar10 in .*gradinv fetch cifar10"):
+    with pytest.raises(DataError, match=r"no test pictures of cifar10 in .*gradinv fetch cifar10"):
         data.load("cifar10")
     with pytest.raises(DataError, match="the pictures in skimage need that package: pip install"):
         data.load("photos")

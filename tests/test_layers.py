@@ -1,4 +1,4 @@
-"""A network read as its layers: what ran, on which shapes, and whether it took the output of the layer before."""
+"""A network read as its layers: what ran, on which shapes, and whether it took the layer before's output."""
 
 import pytest
 import torch
@@ -152,7 +152,7 @@ def test_a_shape_of_another_length_is_named(shape):
 
 @pytest.mark.parametrize("shape", [(3, 40, 40), (1, 32, 32), (3072,)])
 def test_a_shape_that_does_not_fit_is_named(shape):
-    with pytest.raises(ValueError, match="input_shape .* does not fit the model"):
+    with pytest.raises(ValueError, match=r"input_shape .* does not fit the model"):
         layers.read(victims.lenet(), shape)
 
 

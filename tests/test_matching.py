@@ -1,4 +1,4 @@
-"""Gradient matching: its cost and slope against autograd and finite differences, and how it behaves at the edges."""
+"""Gradient matching: cost and slope against autograd and finite differences, and the edges."""
 
 import copy
 import gc
@@ -521,7 +521,7 @@ def test_a_wrong_option_is_named(options, message):
 
 def test_inputs_that_are_no_pictures_have_no_total_variation():
     update = client.gradient(victims.fc((12, 4)), torch.rand(2, 12), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="tv must be .* 0 for inputs that are no pictures"):
+    with pytest.raises(ValueError, match=r"tv must be .* 0 for inputs that are no pictures"):
         attacks.match_gradients(update, tv=0.1)
 
 

@@ -36,6 +36,17 @@ def test_the_fold_is_where_both_roots_meet():
         assert low <= FOLD <= high and math.isfinite(low) and math.isfinite(high)
 
 
+@pytest.mark.parametrize("distance", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("side", [1, -1])
+def test_roots_near_the_fold(side, distance):
+    mu = FOLD + side * distance
+    high, low = mu_roots(value_at(mu))
+    found, other = (high, low) if side > 0 else (low, high)
+    assert found == pytest.approx(mu, abs=1e-13 / distance)  # the value hardly moves there, so rounding grows
+    assert value_at(other) == pytest.approx(value_at(mu), rel=1e-13)
+    assert (other - FOLD) * side < 0
+
+
 @pytest.mark.parametrize("value", [1 - FOLD - 1e-9, -1.0, -math.inf, math.nan])
 def test_no_root_below_the_fold(value):
     assert mu_roots(value) == ()
@@ -136,5 +147,5 @@ def test_logits_names_what_it_needs():
     model = nn.Sequential(nn.Linear(12, 5), nn.Linear(5, 1, bias=False)).double()
     whole = logistic_update(model, pixels, 1)
     part = Update(model, {"0.weight": whole.gradient["0.weight"]}, (12,), 1, whole.labels, "logistic")
-    with pytest.raises(ValueError, match="the gradient of 1.weight, got 0.weight"):
+    with pytest.raises(ValueError, match=r"the gradient of 1\.weight, got 0\.weight"):
         attacks.logits(part)

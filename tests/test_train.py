@@ -54,7 +54,7 @@ def test_training_follows_the_seed(small):
 
 def test_training_names_what_it_lacks(tmp_path, monkeypatch):
     monkeypatch.setenv("GRADINV_DATA", str(tmp_path))
-    with pytest.raises(ValueError, match="name must be one of fc, .*got 'nothing'"):
+    with pytest.raises(ValueError, match=r"name must be one of fc, .*got 'nothing'"):
         train.train("nothing")
     with pytest.raises(data.DataError, match="no train pictures of cifar10"):
         train.train("fc")

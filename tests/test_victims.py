@@ -100,7 +100,7 @@ def test_activation(name, function):
 
 
 def test_unknown_activation_is_named():
-    with pytest.raises(ValueError, match="activation must be one of relu.*got 'gelu'"):
+    with pytest.raises(ValueError, match=r"activation must be one of relu.*got 'gelu'"):
         victims.fc((3, 2, 1), activation="gelu")
 
 
@@ -206,5 +206,5 @@ def test_trained_weights_are_better_than_chance(name):
 
 
 def test_trained_names_what_there_is():
-    with pytest.raises(ValueError, match="name must be one of .*resnet18-w16.*got 'nothing'"):
+    with pytest.raises(ValueError, match=r"name must be one of .*resnet18-w16.*got 'nothing'"):
         victims.trained("nothing")

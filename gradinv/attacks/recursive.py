@@ -25,7 +25,7 @@ def mu_roots(value: float) -> tuple[float, ...]:
     Closed form: mu = -value - W(value e^(-value)), with W a real branch of Lambert's function (Corless et al. 1996).
     W_0 gives the smaller root; W_-1 gives the larger one, which only a negative value has.
     """
-    if value < LOWEST:
+    if not value >= LOWEST:  # NaN has no root either
         return ()
     return tuple(_root(value, branch) for branch in ((0,) if value >= 0 else (-1, 0)))
 
@@ -60,4 +60,11 @@ def twin_ratio(mu: float) -> float | None:
 
 
 def _root(value: float, branch: int) -> float:
-    return float(-value - lambertw(value * math.exp(-value), branch).real)
+    argument = value * math.exp(-value)
+    p = math.sqrt(max(0.0, 2 + 2 * math.e * argument))
+    if branch == -1:
+        p = -p
+    if abs(p) < 1e-3:
+        # where the branches meet SciPy is right to four digits only, so take the series around -1/e (Corless et al.)
+        return 1 - value - p + p**2 / 3 - 11 * p**3 / 72
+    return float(-value - lambertw(argument, branch).real)

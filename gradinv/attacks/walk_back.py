@@ -7,6 +7,7 @@ read off x, and (W^T dz) * slope is dz of the layer before. Repeated, this ends 
 
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -41,92 +42,92 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
     block, before = _dense_block(layers, update.mode)
     history: list[dict] = []
 
-    def answer(status, why, pixels=None, features=None, loss=0.0, labels=update.labels):
-        return Reconstruction(pixels, labels, status, why, loss, history, (), time.perf_counter() - started, features)
+    def answer(status, why, pixels=None, **more):
+        taken = time.perf_counter() - started
+        found = {"labels": update.labels, "loss": 0.0, **more}
+        return Reconstruction(pixels, status=status, why=why, history=history, seconds=taken, **found)
 
-    starts = [
-        i
-        for i, (layer, _) in enumerate(block)
-        if f"{layer.name}.bias" in update.gradient and f"{layer.name}.weight" in update.gradient
-    ]
-    if not starts:
+    sent = [all(f"{layer.name}.{part}" in update.gradient for part in ("weight", "bias")) for layer, _ in block]
+    if not any(sent):
         unknowns = torch.Size(update.input_shape).numel()
-        sent = sum(value.numel() for value in update.gradient.values())
-        return answer(
-            "not applicable",
-            "no fully connected layer with the gradients of both its weight and its bias "
-            f"is in this update ({sent} numbers for {unknowns} unknown pixels)"
-            + (f": {before}" if before and not block else ""),
-        )
-    if all(not value.any() for value in update.gradient.values()):
+        numbers = sum(value.numel() for value in update.gradient.values())
+        why = "no fully connected layer with the gradients of both its weight and its bias is in this update"
+        reason = f": {before}" if before and not block else ""
+        return answer("not applicable", f"{why} ({numbers} numbers for {unknowns} unknown pixels){reason}")
+    largest = torch.stack([torch.linalg.vector_norm(value, float("inf")) for value in update.gradient.values()])
+    if not largest.any():
         return answer("weak gradient", "every entry of the gradient is zero")
-    if not all(value.isfinite().all() for value in update.gradient.values()):
+    if not largest.isfinite().all():
         return answer("not applicable", "the gradient is not finite")
 
-    labels, sensitivity, x = update.labels, None, None
-    for i in range(starts[-1], -1, -1):
+    walk = _walk(update, block[: len(sent) - sent[::-1].index(True)], row, history)
+    labels = update.labels
+    if sent[-1] and block[-1][1] is None and update.loss == "cross_entropy" and update.batch_size == 1:
+        # dz of the last layer is p - onehot(label), with one negative entry
+        labels = update.gradient[f"{block[-1][0].name}.bias"].argmin()[None]
+    if walk.stopped:
+        status = "blocked" if walk.blocked else "not applicable"
+        return answer(status, walk.stopped, features=walk.x, labels=labels)
+    residual = _residual(update.gradient[f"{block[0][0].name}.weight"], walk.sensitivity, walk.x[0])
+    if before:
+        mixture = f"; and a mixture over {update.batch_size} pictures" if update.batch_size > 1 else ""
+        why = f"the walk ends at {block[0][0].name}: its {walk.x.shape[1]} inputs are in .features; they are features, "
+        why += f"not pixels, since {before}{mixture}"
+        return answer("not applicable", why, features=walk.x, loss=residual, labels=labels)
+    pixels = _to_pixels(walk.x, layers, update.input_shape)
+    if update.batch_size > 1:
+        why = f"the gradient averages {update.batch_size} pictures, so this is a mixture of them"
+        return answer("ambiguous", why, pixels, loss=residual)
+    if not residual < torch.finfo(pixels.dtype).eps ** 0.5:
+        why = f"the first layer's gradient is not of rank one (relative residual {residual:.1e})"
+        return answer("approximate", why, pixels, loss=residual, labels=labels)
+    return answer("recovered", "every layer had a row to read", pixels, loss=residual, labels=labels)
+
+
+@dataclass
+class _Walk:
+    """Where the walk stands: the input and the sensitivity of the layer it reached, and why it stopped early."""
+
+    x: Tensor | None = None
+    sensitivity: Tensor | None = None
+    stopped: str = ""
+    blocked: bool = False
+
+
+def _walk(update: Update, block: list[tuple[Layer, nn.Module | None]], row: str, history: list[dict]) -> _Walk:
+    """Walk from the last layer of the block to its first."""
+    walk = _Walk()
+    for i in range(len(block) - 1, -1, -1):
         layer, activation = block[i]
-        weight = update.gradient.get(f"{layer.name}.weight")
-        bias = update.gradient.get(f"{layer.name}.bias")
+        weight, bias = (update.gradient.get(f"{layer.name}.{part}") for part in ("weight", "bias"))
         if weight is None:
-            return answer(
-                "not applicable",
-                f"the gradient of {layer.name}.weight is not in this update",
-                features=x,
-                labels=labels,
-            )
+            walk.stopped = f"the gradient of {layer.name}.weight is not in this update"
+            return walk
         if bias is not None:
-            sensitivity = bias
+            walk.sensitivity = bias
         else:
-            above = block[i + 1][0].module.weight
-            sensitivity = (above.detach().T @ sensitivity) * slope(activation or nn.Identity(), x[0])
-        live = sensitivity != 0
+            above = block[i + 1][0].module.weight.detach()
+            walk.sensitivity = (above.T @ walk.sensitivity) * slope(activation or nn.Identity(), walk.x[0])
+        live = walk.sensitivity != 0
         history.append({"layer": layer.name, "rows": live.numel(), "live rows": int(live.sum())})
-        if i == len(block) - 1 and update.loss == "cross_entropy" and update.batch_size == 1 and activation is None:
-            labels = sensitivity.argmin()[None]  # dz = p - onehot(label) has one negative entry
         if not live.any():
             # a zero sensitivity stays zero on its way down
             history += [
                 {"layer": lower.name, "rows": lower.module.out_features, "live rows": 0}
                 for lower, _ in reversed(block[:i])
             ]
-            return answer(
-                "blocked",
-                f"dL/dz of {layer.name} is zero in every row, so its weights carry nothing",
-                features=x,
-                labels=labels,
-            )
-        x = _layer_input(weight, sensitivity, row)[None]
+            walk.stopped = f"dL/dz of {layer.name} is zero in every row, so its weights carry nothing"
+            walk.blocked = True
+            return walk
+        walk.x = _layer_input(weight, walk.sensitivity, row)[None]
+    return walk
 
-    exact = weight.double()  # squares of small entries leave the range of single precision
-    residual = float((exact - torch.outer(sensitivity.double(), x[0].double())).norm() / exact.norm())
-    if before:
-        return answer(
-            "not applicable",
-            f"the walk ends at {block[0][0].name}: its {x.shape[1]} inputs are in .features; "
-            f"they are features, not pixels, since {before}"
-            + (f"; and a mixture over {update.batch_size} pictures" if update.batch_size > 1 else ""),
-            features=x,
-            loss=residual,
-            labels=labels,
-        )
-    pixels = _to_pixels(x, layers, update.input_shape)
-    if update.batch_size > 1:
-        return answer(
-            "ambiguous",
-            f"the gradient averages {update.batch_size} pictures, so this is a mixture of them",
-            pixels,
-            loss=residual,
-        )
-    if not residual < torch.finfo(weight.dtype).eps ** 0.5:
-        return answer(
-            "approximate",
-            f"the first layer's gradient is not of rank one (relative residual {residual:.1e})",
-            pixels,
-            loss=residual,
-            labels=labels,
-        )
-    return answer("recovered", "every layer had a row to read", pixels, loss=residual, labels=labels)
+
+def _residual(weight: Tensor, sensitivity: Tensor, x: Tensor) -> float:
+    """The part of dL/dW that dz x^T does not explain, relative to dL/dW."""
+    scale = torch.linalg.vector_norm(weight, float("inf"))  # squares of small entries leave single precision
+    scaled = weight / scale
+    return float(torch.addr(scaled, sensitivity / scale, x, alpha=-1).norm() / scaled.norm())
 
 
 def _layer_input(weight: Tensor, sensitivity: Tensor, row: str) -> Tensor:
