@@ -201,7 +201,9 @@ def _record(chapter: str, scale: str, device: str, seed: int, seconds: float, ro
         "seed": seed,
         "seconds": round(seconds, 1),
         "device": "cuda" if cuda else "cpu",
-        "device_name": torch.cuda.get_device_name() if cuda else f"CPU, {threads()} threads",
+        "device_name": torch.cuda.get_device_name()
+        if cuda
+        else f"CPU, {threads()} thread{'s' if threads() > 1 else ''}",
         "threads": threads(),
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
@@ -285,14 +287,12 @@ def _write_json(path: pathlib.Path, record: dict) -> None:
 
 
 def _commit() -> str | None:
-    """The short commit of the checkout, with a plus where files differ from it, or None outside git."""
+    """The short commit of the checkout, with a plus where the package differs from it, or None outside git."""
 
     def git(*words):
         return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + (
-            "+" if git("status", "--porcelain", "--", "gradinv", "notebooks") else ""
-        )
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--", "gradinv") else "")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -30,11 +30,7 @@ def test_every_page_is_in_the_toc():
 @pytest.mark.parametrize("name", TEXTS)
 def test_cited_works_are_in_the_bibliography(name):
     known = set(re.findall(r"^@\w+\{([^,\s]+),", (ROOT / "book/references.bib").read_text(), re.M))
-    cited = {
-        key.strip()
-        for keys in re.findall(r"\{cite(?::\w+)?\}`([^`]+)`", TEXTS[name])
-        for key in keys.split(",")
-    }
+    cited = {key.strip() for keys in re.findall(r"\{cite(?::\w+)?\}`([^`]+)`", TEXTS[name]) for key in keys.split(",")}
     assert cited <= known
 
 
@@ -58,9 +54,7 @@ def test_glossary_is_in_order():
 def test_prose_is_plain(path):
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
     assert not re.findall(r"\b(?:e\.g\.|i\.e\.|etc\.|cf\.|viz\.)", text), "Latin abbreviations"
-    assert not [line for line in text.splitlines() if re.search(r"[a-z]\. [A-Z]", line)], (
-        "two sentences on a line"
-    )
+    assert not [line for line in text.splitlines() if re.search(r"[a-z]\. [A-Z]", line)], "two sentences on a line"
 
 
 def test_citation_file_is_valid():
@@ -70,9 +64,7 @@ def test_citation_file_is_valid():
     datetime.date.fromisoformat(citation["date-released"])
     works = [citation, *citation["references"]]
     assert all(
-        set(author) in ({"name"}, {"family-names", "given-names"})
-        for work in works
-        for author in work["authors"]
+        set(author) in ({"name"}, {"family-names", "given-names"}) for work in works for author in work["authors"]
     )
 
 

@@ -24,9 +24,7 @@ RULES = [
 
 
 def claim(passes_when, partly_when=None):
-    return Claim(
-        "a.claim", "key", "section 1", "it holds", None, "dB", "chapter", "paper", passes_when, partly_when
-    )
+    return Claim("a.claim", "key", "section 1", "it holds", None, "dB", "chapter", "paper", passes_when, partly_when)
 
 
 def verdict(rule, values, **options):
@@ -182,16 +180,8 @@ def test_record_writes_a_line_where_a_run_asks_for_it(row, tmp_path, monkeypatch
     claims.record("a.claim", {"value": 0.0, "other": 2}, scale="smoke")
     first, second = map(json.loads, target.read_text().splitlines())
     assert found.verdict == first["verdict"] == "reproduced" and second["verdict"] == "not reproduced"
-    assert (
-        first["values"] == {"value": 3.0, "other": 2}
-        and first["scale"] == "smoke"
-        and first["device"] == "cpu"
-    )
-    assert (
-        first["rule"] == "value > 1 and other == 2"
-        and first["says"] == row.says
-        and first["reported"] is None
-    )
+    assert first["values"] == {"value": 3.0, "other": 2} and first["scale"] == "smoke" and first["device"] == "cpu"
+    assert first["rule"] == "value > 1 and other == 2" and first["says"] == row.says and first["reported"] is None
 
 
 def test_record_writes_nothing_by_itself(row, tmp_path, monkeypatch):
@@ -259,13 +249,9 @@ def test_glue_writes_what_the_site_builder_reads(monkeypatch):
 def test_glue_is_what_myst_nb_writes(monkeypatch):
     myst_nb = pytest.importorskip("myst_nb")
     shown = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **options: shown.append((data, options["metadata"])))
     monkeypatch.setattr(
-        "IPython.display.display", lambda data, **options: shown.append((data, options["metadata"]))
-    )
-    monkeypatch.setattr(
-        "myst_nb.glue.display",
-        lambda data, **options: shown.append((data, options["metadata"])),
-        raising=False,
+        "myst_nb.glue.display", lambda data, **options: shown.append((data, options["metadata"])), raising=False
     )
     monkeypatch.setattr("myst_nb.core.execute.base.glue", None, raising=False)
     claims.glue("name", 2.5)

@@ -129,8 +129,7 @@ def test_grad_mode_does_not_matter():
     expected = client.gradient(model, PIXELS, LABELS).gradient
     with torch.no_grad():
         assert all(
-            torch.equal(client.gradient(model, PIXELS, LABELS).gradient[name], expected[name])
-            for name in expected
+            torch.equal(client.gradient(model, PIXELS, LABELS).gradient[name], expected[name]) for name in expected
         )
 
 
@@ -151,11 +150,7 @@ class Pair(nn.Linear):
 BAD = {
     "empty batch": ((PIXELS[:0], LABELS[:0]), {}, "pixels is an empty batch"),
     "no batch axis": ((PIXELS[0], LABELS[:1]), {}, r"pixels must have shape .* got \(12,\).*pixels\[None\]"),
-    "one picture without its axis": (
-        (torch.rand(1, 3, 4), LABELS[:1]),
-        {},
-        r"got \(1, 3, 4\); a single picture",
-    ),
+    "one picture without its axis": ((torch.rand(1, 3, 4), LABELS[:1]), {}, r"got \(1, 3, 4\); a single picture"),
     "wrong width": ((torch.rand(2, 13), LABELS), {}, r"pixels of shape \(2, 13\) do not fit the model"),
     "numpy pixels": ((PIXELS.numpy(), LABELS), {}, "pixels must be a tensor, got ndarray"),
     "double pixels": (
@@ -163,52 +158,24 @@ BAD = {
         {},
         "pixels must be torch.float32 on cpu like the model, got torch.float64",
     ),
-    "bytes": (
-        (torch.ones(2, 12, dtype=torch.uint8), LABELS),
-        {},
-        "pixels must be torch.float32.*got torch.uint8",
-    ),
+    "bytes": ((torch.ones(2, 12, dtype=torch.uint8), LABELS), {}, "pixels must be torch.float32.*got torch.uint8"),
     "pixels elsewhere": ((PIXELS.to("meta"), LABELS), {}, "pixels must be torch.float32 on cpu .*on meta"),
     "nan": ((PIXELS * float("nan"), LABELS), {}, r"pixels must lie in \[0, 1\], got nan"),
-    "one nan": (
-        (PIXELS.index_fill(1, torch.tensor([3]), float("nan")), LABELS),
-        {},
-        r"pixels must lie in \[0, 1\]",
-    ),
-    "normalised": (
-        (PIXELS - 0.5, LABELS),
-        {},
-        "a victim that wants normalised input normalises inside itself",
-    ),
+    "one nan": ((PIXELS.index_fill(1, torch.tensor([3]), float("nan")), LABELS), {}, r"pixels must lie in \[0, 1\]"),
+    "normalised": ((PIXELS - 0.5, LABELS), {}, "a victim that wants normalised input normalises inside itself"),
     "0 to 255": ((PIXELS * 255, LABELS), {}, r"pixels must lie in \[0, 1\], got .* to 2.."),
     "too few labels": ((PIXELS, LABELS[:1]), {}, r"labels must hold one label a picture \(2\), got 1"),
     "int32 labels": ((PIXELS, LABELS.int()), {}, "labels must be an int64 tensor.*got torch.int32"),
     "float labels": ((PIXELS, LABELS.float()), {}, "labels must be an int64 tensor.*got torch.float32"),
-    "one-hot labels": (
-        (PIXELS, torch.eye(4)[:2].long()),
-        {},
-        r"labels must be an int64 tensor .*shape \(2, 4\)",
-    ),
+    "one-hot labels": ((PIXELS, torch.eye(4)[:2].long()), {}, r"labels must be an int64 tensor .*shape \(2, 4\)"),
     "list labels": ((PIXELS, [1, 3]), {}, "labels must be an int64 tensor.*got list"),
     "scalar label": ((PIXELS[:1], torch.tensor(1)), {}, r"labels must be an int64 tensor.*shape \(\)"),
     "labels elsewhere": ((PIXELS, LABELS.to("meta")), {}, "labels must be on cpu like the rest, got meta"),
-    "class too large": (
-        (PIXELS, torch.tensor([1, 4])),
-        {},
-        "labels must lie in 0 to 3 for this model, got 4",
-    ),
+    "class too large": ((PIXELS, torch.tensor([1, 4])), {}, "labels must lie in 0 to 3 for this model, got 4"),
     "negative class": ((PIXELS, torch.tensor([1, -1])), {}, "labels must be class indices from 0 on, got -1"),
-    "the ignored class": (
-        (PIXELS, torch.tensor([1, -100])),
-        {},
-        "labels must be class indices from 0 on, got -100",
-    ),
+    "the ignored class": ((PIXELS, torch.tensor([1, -100])), {}, "labels must be class indices from 0 on, got -100"),
     "logistic labels": ((PIXELS, LABELS), {"loss": "logistic"}, r"labels must be -1 or \+1 .*got \[1, 3\]"),
-    "logistic outputs": (
-        (PIXELS, LABELS * 0 + 1),
-        {"loss": "logistic"},
-        r"a model with one output, got \(4,\)",
-    ),
+    "logistic outputs": ((PIXELS, LABELS * 0 + 1), {"loss": "logistic"}, r"a model with one output, got \(4,\)"),
     "loss": ((PIXELS, LABELS), {"loss": "mse"}, "loss must be one of cross_entropy, logistic, got 'mse'"),
     "mode": ((PIXELS, LABELS), {"mode": "test"}, "mode must be one of eval, train, got 'test'"),
 }
@@ -227,10 +194,7 @@ def test_what_does_not_fit_is_named(case):
         (nn.Flatten(), "model must have a parameter with requires_grad=True, got none"),
         (net().requires_grad_(False), "model must have a parameter with requires_grad=True, got none"),
         (Pair(12, 4), r"model must give one row of outputs a picture, shape \(2, classes\), got tuple"),
-        (
-            nn.Sequential(nn.Linear(12, 4), nn.Unflatten(1, (2, 2))),
-            r"one row of outputs a picture.*got \(2, 2, 2\)",
-        ),
+        (nn.Sequential(nn.Linear(12, 4), nn.Unflatten(1, (2, 2))), r"one row of outputs a picture.*got \(2, 2, 2\)"),
     ],
     ids=["no parameters", "all frozen", "two outputs", "outputs of two axes"],
 )
@@ -270,23 +234,11 @@ def update(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"entries": {"9.weight": torch.zeros(3)}},
-            "gradient has '9.weight', which is no parameter of the model",
-        ),
+        ({"entries": {"9.weight": torch.zeros(3)}}, "gradient has '9.weight', which is no parameter of the model"),
         ({"entries": {"3.bias": torch.zeros(5)}}, r"gradient\['3.bias'\] must have shape \(4,\), got \(5,\)"),
-        (
-            {"entries": {"3.bias": torch.zeros(4).double()}},
-            r"gradient\['3.bias'\] must be torch.float32 .*float64",
-        ),
-        (
-            {"entries": {"3.bias": torch.zeros(4).half()}},
-            r"gradient\['3.bias'\] must be torch.float32 .*float16",
-        ),
-        (
-            {"entries": {"3.bias": torch.zeros(4).numpy()}},
-            r"gradient\['3.bias'\] must be a tensor, got ndarray",
-        ),
+        ({"entries": {"3.bias": torch.zeros(4).double()}}, r"gradient\['3.bias'\] must be torch.float32 .*float64"),
+        ({"entries": {"3.bias": torch.zeros(4).half()}}, r"gradient\['3.bias'\] must be torch.float32 .*float16"),
+        ({"entries": {"3.bias": torch.zeros(4).numpy()}}, r"gradient\['3.bias'\] must be a tensor, got ndarray"),
         ({"gradient": {}}, "gradient must not be empty"),
         (
             {"input_shape": (32, 32)},

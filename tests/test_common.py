@@ -83,9 +83,7 @@ def small_update(dtype=torch.float32, *, reveal_labels=True, batch=1, scale=1.0)
     model = victims.fc((40, 9, 5), activation="sigmoid").to(dtype)
     pixels, labels = torch.rand(batch, 2, 5, 4, dtype=dtype), torch.arange(batch) % 5
     update = client.gradient(model, pixels, labels, reveal_labels=reveal_labels)
-    return copy_with(
-        update, gradient={name: value * scale for name, value in update.gradient.items()}
-    ), pixels
+    return copy_with(update, gradient={name: value * scale for name, value in update.gradient.items()}), pixels
 
 
 def copy_with(update, **changes):
@@ -110,9 +108,7 @@ def test_the_lists_are_not_empty():
 def test_victim_is_ready_to_attack(name):
     model, pixels, *_ = victim(name)
     assert not any(module.training for module in model.modules())
-    assert all(
-        parameter.requires_grad and parameter.dtype == torch.float32 for parameter in model.parameters()
-    )
+    assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in model.parameters())
     outputs = model(pixels)
     assert outputs.ndim == 2 and len(outputs) == 2
     assert outputs.isfinite().all() and not torch.equal(outputs[0], outputs[1])

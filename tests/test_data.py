@@ -70,11 +70,7 @@ def test_two_loads_share_nothing():
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (
-            ("cifar10", 21),
-            {},
-            "cifar10/test holds 20 pictures here, asked for 0 to 21; .*gradinv fetch cifar10",
-        ),
+        (("cifar10", 21), {}, "cifar10/test holds 20 pictures here, asked for 0 to 21; .*gradinv fetch cifar10"),
         (("cifar10", 1), {"start": 20}, "holds 20 pictures here, asked for 20 to 21"),
         (("cifar10",), {"start": 99}, "holds 20 pictures here"),
         (("cifar10", 0), {}, "n must be at least 1, got 0"),
@@ -203,9 +199,7 @@ def test_a_flipped_byte_in_a_bundled_picture_is_named(tmp_path, monkeypatch):
     content = bytearray(victim.read_bytes())
     content[-20] ^= 1
     victim.write_bytes(content)
-    with pytest.raises(
-        DataError, match=r"foolbox/data/cifar10_\*\.png are not the pictures this package knows"
-    ):
+    with pytest.raises(DataError, match=r"foolbox/data/cifar10_\*\.png are not the pictures this package knows"):
         data.load("cifar10")
     assert len(data.load("mnist")) == 20
     victim.unlink()

@@ -76,8 +76,7 @@ def test_every_import_is_declared(path):
 def test_every_package_and_its_weights_are_installed():
     listed = set(PROJECT["tool"]["setuptools"]["packages"])
     assert listed == {
-        path.parent.relative_to(ROOT).as_posix().replace("/", ".")
-        for path in (ROOT / "gradinv").rglob("__init__.py")
+        path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in (ROOT / "gradinv").rglob("__init__.py")
     }
     assert PROJECT["tool"]["setuptools"]["package-data"]["gradinv"] == ["weights/*"]
 

@@ -79,9 +79,7 @@ def test_residual_blocks_do_not_follow():
     assert not read["layer2.0.downsample.0"].follows  # it takes the block's input
     # torchvision adds the skip in place, so only the tensor's version tells that bn2's output changed
     second_use = [
-        layer
-        for layer in layers.read(victims.resnet(18, width=2), (3, 32, 32))
-        if layer.name == "layer1.0.relu"
+        layer for layer in layers.read(victims.resnet(18, width=2), (3, 32, 32)) if layer.name == "layer1.0.relu"
     ]
     assert [layer.follows for layer in second_use] == [True, False]
 
@@ -89,9 +87,7 @@ def test_residual_blocks_do_not_follow():
 def test_shapes_are_of_one_picture():
     read = layers.read(victims.lenet(1, size=28), (1, 28, 28))
     assert [
-        (layer.name, layer.input_shape, layer.output_shape)
-        for layer in read
-        if not layer.name.endswith("tivation")
+        (layer.name, layer.input_shape, layer.output_shape) for layer in read if not layer.name.endswith("tivation")
     ] == [
         *(("0", (1, 28, 28), (12, 14, 14)), ("1", (12, 14, 14), (12, 14, 14))),
         *(("2", (12, 14, 14), (12, 7, 7)), ("3", (12, 7, 7), (12, 7, 7))),
@@ -125,9 +121,7 @@ def test_a_recurrent_layer_gives_its_first_output():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_reading_leaves_the_model_alone(dtype):
-    model = nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(), nn.Flatten(), nn.Linear(8, 3)
-    ).to(dtype)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(), nn.Flatten(), nn.Linear(8, 3)).to(dtype)
     model.train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -144,9 +138,7 @@ def test_no_layers_and_no_parameters():
 
 @pytest.mark.parametrize("shape", [(32, 32), (), (1, 3, 32, 32)])
 def test_a_shape_of_another_length_is_named(shape):
-    with pytest.raises(
-        ValueError, match=r"input_shape must be \(channels, height, width\) or \(features,\), got"
-    ):
+    with pytest.raises(ValueError, match=r"input_shape must be \(channels, height, width\) or \(features,\), got"):
         layers.read(victims.lenet(), shape)
 
 

@@ -71,10 +71,7 @@ def changed(update, **changes):
 # --- the objective ---
 
 CASES = [
-    (kind, objective, tv)
-    for kind in ("conv", "dense")
-    for objective in ("cosine", "euclidean")
-    for tv in (0.0, TV)
+    (kind, objective, tv) for kind in ("conv", "dense") for objective in ("cosine", "euclidean") for tv in (0.0, TV)
 ]
 
 
@@ -97,17 +94,12 @@ def test_slope_agrees_with_finite_differences(objective, tv):
     pixels, direction = pictures(), torch.randn(1, 2, 6, 5, dtype=torch.float64)
     *_, (slope,) = matching._Match(update, objective, tv)(pixels.clone().requires_grad_(True), None)
     ahead, behind = (cost_at(update, pixels + sign * step * direction, objective, tv) for sign in (1, -1))
-    assert (ahead - behind) / (2 * step) == pytest.approx(
-        (slope * direction).sum().item(), rel=1e-5, abs=1e-9
-    )
+    assert (ahead - behind) / (2 * step) == pytest.approx((slope * direction).sum().item(), rel=1e-5, abs=1e-9)
 
 
 def test_slope_with_unknown_labels_is_autograds():
     update = update_of(network(), 2, reveal_labels=False)
-    pixels, soft = (
-        pictures(2).requires_grad_(True),
-        torch.randn(2, 4, dtype=torch.float64, requires_grad=True),
-    )
+    pixels, soft = (pictures(2).requires_grad_(True), torch.randn(2, 4, dtype=torch.float64, requires_grad=True))
     expected = reference(update, pixels, "euclidean", labels=soft.softmax(1))
     slopes = torch.autograd.grad(expected, [pixels, soft])
     _, cost, found = matching._Match(update, "euclidean", 0.0)(pixels, soft)
@@ -120,9 +112,7 @@ def test_logistic_loss_is_matched():
     model = victims.fc((60, 5, 1), activation="tanh").double()
     update = client.gradient(model, pictures(2), torch.tensor([1, -1]), loss="logistic")
     pixels = pictures(2)
-    assert cost_at(update, pixels, "cosine") == pytest.approx(
-        reference(update, pixels, "cosine").item(), rel=1e-10
-    )
+    assert cost_at(update, pixels, "cosine") == pytest.approx(reference(update, pixels, "cosine").item(), rel=1e-10)
 
 
 @pytest.mark.parametrize("objective", ["cosine", "euclidean"])
@@ -138,12 +128,8 @@ def test_the_truth_costs_nothing(objective, mode):
 
 def test_a_part_of_the_gradient_is_matched_alone():
     update, pixels = update_of(network()), pictures()
-    part = changed(
-        update, gradient={"4.bias": update.gradient["4.bias"], "0.weight": update.gradient["0.weight"]}
-    )
-    assert cost_at(part, pixels, "cosine") == pytest.approx(
-        reference(part, pixels, "cosine").item(), rel=1e-10
-    )
+    part = changed(update, gradient={"4.bias": update.gradient["4.bias"], "0.weight": update.gradient["0.weight"]})
+    assert cost_at(part, pixels, "cosine") == pytest.approx(reference(part, pixels, "cosine").item(), rel=1e-10)
 
 
 def test_half_the_loss_halves_the_gradient():
@@ -167,9 +153,7 @@ def test_the_cosine_has_no_scale(factor):
 def test_the_cosine_sees_a_sign():
     update = update_of(network())
     pixels = pictures()
-    assert cost_at(update, pixels, "cosine") + cost_at(
-        scaled(update, -1.0), pixels, "cosine"
-    ) == pytest.approx(2)
+    assert cost_at(update, pixels, "cosine") + cost_at(scaled(update, -1.0), pixels, "cosine") == pytest.approx(2)
 
 
 def test_total_variation():
@@ -194,10 +178,7 @@ def test_total_variation_of_one_pixel_is_zero_not_nan(shape):
 @pytest.mark.parametrize("seed", range(3))
 def test_dlg_finds_a_small_picture_exactly(seed):
     torch.manual_seed(seed)
-    model, truth = (
-        victims.fc((12, 7, 4), activation="sigmoid").double(),
-        torch.rand(1, 12, dtype=torch.float64),
-    )
+    model, truth = (victims.fc((12, 7, 4), activation="sigmoid").double(), torch.rand(1, 12, dtype=torch.float64))
     result = attacks.dlg(client.gradient(model, truth, torch.tensor([1])), seed=seed)
     assert result.status == "approximate"  # an optimiser certifies no more
     assert metrics.mse(result.pixels, truth).item() < 1e-12
@@ -205,10 +186,7 @@ def test_dlg_finds_a_small_picture_exactly(seed):
 
 
 def test_a_saturated_network_is_called_a_weak_gradient():
-    model, truth = (
-        victims.fc((12, 7, 4), activation="sigmoid").double(),
-        torch.rand(1, 12, dtype=torch.float64),
-    )
+    model, truth = (victims.fc((12, 7, 4), activation="sigmoid").double(), torch.rand(1, 12, dtype=torch.float64))
     with torch.no_grad():
         model[3].weight *= 40
         model[3].bias[1] += 60
@@ -235,10 +213,7 @@ def test_adam_gets_close(options):
 
 @pytest.mark.parametrize("label", range(4))
 def test_an_unknown_label_is_found_with_the_picture(label):
-    model, truth = (
-        victims.fc((12, 7, 4), activation="sigmoid").double(),
-        torch.rand(1, 12, dtype=torch.float64),
-    )
+    model, truth = (victims.fc((12, 7, 4), activation="sigmoid").double(), torch.rand(1, 12, dtype=torch.float64))
     update = client.gradient(model, truth, torch.tensor([label]), reveal_labels=False)
     result = attacks.dlg(update, steps=10)
     assert result.labels.tolist() == [label]
@@ -247,10 +222,7 @@ def test_an_unknown_label_is_found_with_the_picture(label):
 
 def test_unknown_labels_of_a_batch_are_found_as_a_set():
     torch.manual_seed(4)
-    model, truth = (
-        victims.fc((6, 30, 4), activation="sigmoid").double(),
-        torch.rand(3, 6, dtype=torch.float64),
-    )
+    model, truth = (victims.fc((6, 30, 4), activation="sigmoid").double(), torch.rand(3, 6, dtype=torch.float64))
     update = client.gradient(model, truth, torch.tensor([2, 0, 3]), reveal_labels=False)
     result = attacks.dlg(update, restarts=2, steps=25)
     assert sorted(result.labels.tolist()) == [0, 2, 3]
@@ -285,9 +257,7 @@ def test_named_starts():
 @pytest.mark.parametrize("init", ["normal", "uniform"])
 def test_the_start_follows_the_seed(init):
     update = update_of(network())
-    first, again, other = (
-        attacks.match_gradients(update, steps=2, init=init, seed=seed) for seed in (3, 3, 4)
-    )
+    first, again, other = (attacks.match_gradients(update, steps=2, init=init, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(first.pixels, again.pixels) and first.history == again.history
     assert not torch.equal(first.pixels, other.pixels)
 
@@ -300,17 +270,12 @@ def test_the_best_restart_wins_by_its_data_term():
     ranked = sorted(alone, key=lambda one: one.loss)
     assert result.loss == ranked[0].loss and torch.equal(result.pixels, ranked[0].pixels)
     assert len(result.alternatives) == 3
-    assert all(
-        torch.equal(mine, one.pixels) for mine, one in zip(result.alternatives, ranked[1:], strict=True)
-    )
+    assert all(torch.equal(mine, one.pixels) for mine, one in zip(result.alternatives, ranked[1:], strict=True))
 
 
 def test_the_loss_is_that_of_the_pictures_given():
     update = update_of(network())
-    for options in (
-        {"optimizer": "signed-adam", "lr": 0.3},
-        {"optimizer": "lbfgs", "steps": 2, "box": False},
-    ):
+    for options in ({"optimizer": "signed-adam", "lr": 0.3}, {"optimizer": "lbfgs", "steps": 2, "box": False}):
         result = attacks.match_gradients(update, **{"steps": 9, "tv": TV, **options})
         assert result.loss == pytest.approx(reference(update, result.pixels, "cosine").item(), rel=1e-9)
         whole = reference(update, result.pixels, "cosine", TV).item()
@@ -337,9 +302,7 @@ def test_a_signed_step_moves_every_pixel_by_the_step_size():
     update, start = update_of(network()), pictures() * 0.5 + 0.25
     pixels = start.clone().requires_grad_(True)
     *_, (slope,) = matching._Match(update, "cosine", 0.0)(pixels, None)
-    matching._adam(
-        matching._Match(update, "cosine", 0.0), pixels, None, "signed-adam", 1, 0.01, "constant", True
-    )
+    matching._adam(matching._Match(update, "cosine", 0.0), pixels, None, "signed-adam", 1, 0.01, "constant", True)
     torch.testing.assert_close(pixels.detach(), start - 0.01 * slope.sign(), rtol=1e-6, atol=1e-9)
 
 
@@ -449,21 +412,15 @@ def test_a_parameter_that_is_not_used_does_no_harm():
     model.register_parameter("spare", nn.Parameter(torch.ones(3, dtype=torch.float64)))
     update = client.gradient(model, pictures(), torch.tensor([1]))
     pixels = pictures()
-    without = changed(
-        update, gradient={key: value for key, value in update.gradient.items() if key != "spare"}
-    )
-    assert cost_at(update, pixels, "cosine") == pytest.approx(
-        reference(without, pixels, "cosine").item(), rel=1e-10
-    )
+    without = changed(update, gradient={key: value for key, value in update.gradient.items() if key != "spare"})
+    assert cost_at(update, pixels, "cosine") == pytest.approx(reference(without, pixels, "cosine").item(), rel=1e-10)
 
 
 # --- dropout, memory, options ---
 
 
 def test_dropout_in_train_mode_follows_the_seed():
-    model = nn.Sequential(
-        nn.Flatten(), nn.Linear(60, 20), nn.Sigmoid(), nn.Dropout(0.5), nn.Linear(20, 4)
-    ).double()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(60, 20), nn.Sigmoid(), nn.Dropout(0.5), nn.Linear(20, 4)).double()
     update = client.gradient(model, pictures(), torch.tensor([0]), mode="train")
     runs = []
     for draws in (1, 5):
@@ -539,11 +496,7 @@ def test_logistic_labels_must_be_known():
 
 
 def test_batch_norm_over_one_value_is_named():
-    model = (
-        nn.Sequential(nn.Conv2d(2, 3, (6, 5)), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 4))
-        .double()
-        .eval()
-    )
+    model = nn.Sequential(nn.Conv2d(2, 3, (6, 5)), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 4)).double().eval()
     update = changed(client.gradient(model, pictures(), torch.tensor([1])), mode="train")
     with pytest.raises(ValueError, match="mode='train' needs more than one value per channel for batch norm"):
         attacks.match_gradients(update, steps=1)

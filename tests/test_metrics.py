@@ -98,8 +98,7 @@ def test_pair_is_the_best_of_all_orders(n):
     truth, found = pictures(n, (2, 3, 4)), torch.rand(n, 2, 3, 4)
     order = metrics.pair(found, truth)
     costs = {
-        choice: metrics.mse(found[list(choice)], truth).sum().item()
-        for choice in itertools.permutations(range(n))
+        choice: metrics.mse(found[list(choice)], truth).sum().item() for choice in itertools.permutations(range(n))
     }
     assert costs[tuple(order.tolist())] == min(costs.values())
 
@@ -122,9 +121,7 @@ def test_pair_refuses_what_is_not_finite():
 
 @pytest.mark.parametrize("metric", [metrics.mse, metrics.ssim, metrics.pair])
 def test_another_shape_is_named(metric):
-    with pytest.raises(
-        ValueError, match=r"reconstruction must have the truth's shape \(3, 3, 16, 13\), got \(2, 3"
-    ):
+    with pytest.raises(ValueError, match=r"reconstruction must have the truth's shape \(3, 3, 16, 13\), got \(2, 3"):
         inspect.unwrap(metric)(pictures(3)[:2], pictures(3))
 
 

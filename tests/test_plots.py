@@ -28,9 +28,7 @@ def test_a_grid_of_pictures():
 
 
 def test_pictures_are_clamped_and_share_one_scale():
-    figure = plots.pictures(
-        {"one": torch.tensor([-5.0, 0.25, 9.0, 0.5]).reshape(1, 1, 2, 2).requires_grad_(True)}
-    )
+    figure = plots.pictures({"one": torch.tensor([-5.0, 0.25, 9.0, 0.5]).reshape(1, 1, 2, 2).requires_grad_(True)})
     (image,) = figure.axes[0].images
     assert image.get_array().tolist() == [[0, 0.25], [1, 0.5]]
     assert (image.norm.vmin, image.norm.vmax) == (0, 1)

@@ -49,9 +49,7 @@ def test_cnn6d():
 
 @pytest.mark.parametrize("activation", ["sigmoid", "leaky_relu"])
 def test_lenet_of_rgap(activation):
-    layers = [
-        nn.Conv2d(inputs, 12, 5, stride, 2, bias=False) for inputs, stride in ((1, 2), (12, 2), (12, 1))
-    ]
+    layers = [nn.Conv2d(inputs, 12, 5, stride, 2, bias=False) for inputs, stride in ((1, 2), (12, 2), (12, 1))]
     joined = [module for layer in layers for module in (layer, victims._activation(activation))]
     model = nn.Sequential(*joined, nn.Flatten(), nn.Linear(588, 1, bias=False))
     assert rows(model, (1, 28, 28)) == LENET
@@ -215,9 +213,7 @@ def dense_nullity(conv, shape, seed=0):
     pixels = torch.eye(size, dtype=torch.float64).reshape(size, *shape)
     outputs = functional.conv2d(pixels, weight, **geometry)
     sensitivity = torch.randn(1, *outputs.shape[1:], generator=generator, dtype=torch.float64)
-    gradients = [
-        conv2d_weight(pixel[None], weight.shape, sensitivity, **geometry).flatten() for pixel in pixels
-    ]
+    gradients = [conv2d_weight(pixel[None], weight.shape, sensitivity, **geometry).flatten() for pixel in pixels]
     equations = torch.cat([outputs.flatten(1), torch.stack(gradients)], 1)
     return size - int(torch.linalg.matrix_rank(equations, rtol=1e-10))
 
@@ -279,13 +275,7 @@ def test_the_random_layers_are_of_both_kinds():
         (nn.Conv2d(3, 2, (4, 1)), (3, 4, 5)),
         (nn.Conv2d(2, 2, 1, stride=3), (2, 5, 5)),
     ],
-    ids=[
-        "stride, padding and kernel differ",
-        "dilation",
-        "one number",
-        "as high as the picture",
-        "pixels not seen",
-    ],
+    ids=["stride, padding and kernel differ", "dilation", "one number", "as high as the picture", "pixels not seen"],
 )
 def test_nullity_of_odd_layers(conv, shape):
     assert rank.nullity(conv, shape) == dense_nullity(conv, shape)

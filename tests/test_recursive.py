@@ -57,15 +57,7 @@ def test_a_zero_value_has_the_root_zero():
 
 
 # mu, its twin and their ratio, worked out from the equation by hand
-TWINS = [
-    (0.01, 7.2890),
-    (0.05, 5.3952),
-    (0.5, 2.5088),
-    (1.0, 1.5969),
-    (2.0, 0.7362),
-    (3.0, 0.3427),
-    (5.0, 0.0693),
-]
+TWINS = [(0.01, 7.2890), (0.05, 5.3952), (0.5, 2.5088), (1.0, 1.5969), (2.0, 0.7362), (3.0, 0.3427), (5.0, 0.0693)]
 
 
 @pytest.mark.parametrize(("mu", "twin"), TWINS)
@@ -100,9 +92,7 @@ def test_logits_are_read_off_the_last_layer(make, label):
     assert len(roots) == (2 if mu > 0 else 1)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: victims.fc((3072, 20, 1), bias=False, activation="relu"), victims.cnn6]
-)
+@pytest.mark.parametrize("make", [lambda: victims.fc((3072, 20, 1), bias=False, activation="relu"), victims.cnn6])
 def test_the_twin_has_the_same_gradient(make):
     model, pixels = make().double(), torch.rand(1, 3, 32, 32).double()
     output = model(pixels).item()

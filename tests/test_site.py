@@ -23,9 +23,7 @@ TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
 PAGES = [TOC["root"]] + [chapter["file"] for part in TOC["parts"] for chapter in part["chapters"]]
 CHAPTERS = [page for page in PAGES if page.startswith("notebooks/")]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on PATH"
-)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on PATH")
 
 # Both widths in both themes, with two loads a page.
 VISITS = [("light", (1280, 375)), ("dark", (375, 1280))]
@@ -129,8 +127,7 @@ def test_pictures_say_what_they_show(soups, page):
 @pytest.mark.parametrize("page", CHAPTERS)
 def test_chapter_can_be_downloaded(site, soups, page):
     links = [
-        link["href"]
-        for link in soups[f"{page}.html"].find_all("a", href=True, class_="btn-download-source-button")
+        link["href"] for link in soups[f"{page}.html"].find_all("a", href=True, class_="btn-download-source-button")
     ]
     assert links and all((site / urljoin(f"{page}.html", link)).is_file() for link in links)
 
@@ -143,9 +140,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="session")
 def address(site):
     """The site on the loopback interface."""
-    with http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Handler, directory=site)
-    ) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=site)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}/"
         server.shutdown()
@@ -182,20 +177,14 @@ def visit(browser, address):
         contexts.append(context)
         tab = context.new_page()
         tab.faults = []
-        tab.on(
-            "console",
-            lambda message: message.type in ("error", "warning") and tab.faults.append(message.text),
-        )
+        tab.on("console", lambda message: message.type in ("error", "warning") and tab.faults.append(message.text))
         tab.on("pageerror", lambda error: tab.faults.append(str(error)))
         tab.on("requestfailed", lambda request: tab.faults.append(f"failed {request.url}"))
-        tab.on(
-            "response", lambda response: response.ok or tab.faults.append(f"{response.status} {response.url}")
-        )
+        tab.on("response", lambda response: response.ok or tab.faults.append(f"{response.status} {response.url}"))
         tab.on(
             "request",
             lambda request: (
-                request.url.startswith((address, "data:", "blob:"))
-                or tab.faults.append(f"outside {request.url}")
+                request.url.startswith((address, "data:", "blob:")) or tab.faults.append(f"outside {request.url}")
             ),
         )
         tab.goto(address + path, wait_until="load")
@@ -226,9 +215,7 @@ def test_page_in_a_browser(visit, page, theme, widths):
         assert needed <= width, f"the page needs {needed} px on a screen of {width} px"
     raw = "() => [...document.querySelectorAll('article .math:not(:has(mjx-container))')].length"
     assert tab.evaluate(raw) == 0, "math that was not typeset"
-    filters = (
-        "() => [...document.querySelectorAll('article img')].map(image => getComputedStyle(image).filter)"
-    )
+    filters = "() => [...document.querySelectorAll('article img')].map(image => getComputedStyle(image).filter)"
     assert set(tab.evaluate(filters)) <= {"none"}, "a filter changes the pictures"
     empty = "() => [...document.images].filter(picture => !picture.naturalWidth).map(picture => picture.src)"
     assert tab.evaluate(empty) == []

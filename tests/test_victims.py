@@ -154,12 +154,7 @@ def test_resnet_names_a_wrong_argument(arguments, message):
 
 
 def test_imagenet_stem_halves_twice():
-    assert victims.resnet(18, width=2, stem="imagenet").maxpool(torch.rand(1, 2, 16, 16)).shape == (
-        1,
-        2,
-        8,
-        8,
-    )
+    assert victims.resnet(18, width=2, stem="imagenet").maxpool(torch.rand(1, 2, 16, 16)).shape == (1, 2, 8, 8)
     assert victims.resnet(18, width=2, stem="imagenet")(torch.rand(1, 3, 224, 224)).shape == (1, 10)
 
 

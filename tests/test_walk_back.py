@@ -26,9 +26,7 @@ def error(result, pixels):
 def test_one_biased_layer_is_enough(bias, activation, row):
     # the biased layer must come after the unbiased ones it walks through, which holds for all four
     pixels = torch.rand(1, 2, 5, 3, dtype=torch.float64)
-    result = attacks.walk_back(
-        update_of(victims.fc((30, 9, 8, 4), bias=bias, activation=activation), pixels), row=row
-    )
+    result = attacks.walk_back(update_of(victims.fc((30, 9, 8, 4), bias=bias, activation=activation), pixels), row=row)
     assert result.status == "recovered"
     assert error(result, pixels) < 1e-10
     assert result.pixels.shape == pixels.shape
@@ -106,9 +104,7 @@ def test_a_saturated_network_still_leaks():
 def test_a_batch_gives_the_mixture_that_algebra_says():
     model, pixels, labels = victims.fc((12, 4)), torch.rand(3, 12, dtype=torch.float64), (0, 1, 3)
     update = update_of(model, pixels, labels)
-    slopes = (
-        model(pixels).softmax(1) - functional.one_hot(torch.tensor(labels), 4)
-    ).detach()  # (picture, row)
+    slopes = (model(pixels).softmax(1) - functional.one_hot(torch.tensor(labels), 4)).detach()  # (picture, row)
     best = slopes.sum(0).abs().argmax()
     weights = slopes[:, best] / slopes[:, best].sum()
     result = attacks.walk_back(update)
@@ -130,9 +126,7 @@ def test_only_the_last_layer_gives_features():
     model = victims.fc((12, 9, 4)).double()
     pixels = torch.rand(1, 12, dtype=torch.float64)
     whole = update_of(model, pixels)
-    part = Update(
-        model, {name: whole.gradient[name] for name in ("3.weight", "3.bias")}, (12,), 1, whole.labels
-    )
+    part = Update(model, {name: whole.gradient[name] for name in ("3.weight", "3.bias")}, (12,), 1, whole.labels)
     result = attacks.walk_back(part)
     assert result.status == "not applicable" and "1.weight is not in this update" in result.why
     assert result.pixels is None
@@ -151,9 +145,7 @@ def test_a_convolution_before_the_stack_gives_features():
     model = victims.lenet().double()
     pixels = torch.rand(1, 3, 32, 32, dtype=torch.float64)
     result = attacks.walk_back(update_of(model, pixels))
-    assert (
-        result.status == "not applicable" and "features, not pixels" in result.why and result.pixels is None
-    )
+    assert result.status == "not applicable" and "features, not pixels" in result.why and result.pixels is None
     assert "5 (Sigmoid)" in result.why or "Conv2d" in result.why
     torch.testing.assert_close(result.features, model[:7](pixels).detach(), rtol=1e-9, atol=1e-11)
 
@@ -174,9 +166,7 @@ def test_pooled_features_of_a_resnet():
 
 
 def test_dropout_lets_the_walk_through_only_in_eval_mode():
-    model = nn.Sequential(
-        nn.Flatten(), nn.Linear(12, 9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 4, bias=True)
-    )
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 4, bias=True))
     pixels = torch.rand(1, 12, dtype=torch.float64)
     result = attacks.walk_back(update_of(model, pixels))
     assert result.status == "recovered" and error(result, pixels) < 1e-10
@@ -252,11 +242,7 @@ def test_tied_weights_are_not_walked_through():
 def test_a_layer_on_many_vectors_is_not_walked_through():
     model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3))
     result = attacks.walk_back(update_of(model, torch.rand(1, 2, 3, 5)))
-    assert (
-        result.status == "not applicable"
-        and "many vectors" in result.why
-        and result.features.shape == (1, 24)
-    )
+    assert result.status == "not applicable" and "many vectors" in result.why and result.features.shape == (1, 24)
 
 
 def test_a_functional_flatten_is_seen_through():
@@ -280,9 +266,7 @@ def test_a_functional_flatten_is_seen_through():
 def test_a_noisy_gradient_is_only_approximate(row):
     pixels = torch.rand(1, 2, 5, 3, dtype=torch.float64)
     update = update_of(victims.fc((30, 9, 4), activation="sigmoid"), pixels)
-    noisy = {
-        name: value + 1e-4 * value.norm() * torch.randn_like(value) for name, value in update.gradient.items()
-    }
+    noisy = {name: value + 1e-4 * value.norm() * torch.randn_like(value) for name, value in update.gradient.items()}
     result = attacks.walk_back(Update(update.model, noisy, (2, 5, 3), 1, update.labels), row=row)
     assert result.status == "approximate" and "rank one" in result.why
     assert result.loss > 0 and metrics.psnr(result.pixels, pixels).isfinite().all()

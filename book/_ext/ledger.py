@@ -18,7 +18,7 @@ from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
-from gradinv import claims
+from gradinv import chapters, claims
 
 MARKS = {
     "reproduced": "✓",
@@ -28,13 +28,6 @@ MARKS = {
     "no figure to compare with": "–",
 }
 NOT_YET = "not run yet"
-
-
-def chapters(root: Path) -> list[str]:
-    """The names of the chapters in the order of the table of contents."""
-    parts = yaml.safe_load((root / "_toc.yml").read_text())["parts"]
-    files = [Path(chapter["file"]) for part in parts for chapter in part["chapters"]]
-    return [file.name for file in files if file.parent.name == "notebooks"]
 
 
 def notebook(root: Path, name: str) -> dict:
@@ -51,8 +44,8 @@ def title(root: Path, name: str) -> str:
     return name
 
 
-def badge(verdict: str, count: str = "") -> str:
-    return f"[{MARKS[verdict]} {count}{verdict}]{{.verdict .{nodes.make_id(verdict)}}}"
+def badge(verdict: str, words: str | None = None) -> str:
+    return f"[{MARKS[verdict]} {words or verdict}]{{.verdict .{nodes.make_id(verdict)}}}"
 
 
 def minutes(seconds: float) -> str:
@@ -74,9 +67,7 @@ def data(run: dict) -> str:
 
 def stale_note(run: dict) -> list[str]:
     """A warning in plain words where the code has changed since the run."""
-    from gradinv.chapters import fingerprint  # it needs papermill, which a page without runs does not
-
-    if run["fingerprint"] == fingerprint(run["chapter"]):
+    if run["fingerprint"] == chapters.fingerprint(run["chapter"]):
         return []
     return ["**Older than the code:** the chapter or the package has changed since this run."]
 
@@ -152,7 +143,7 @@ class ChaptersTable(Ledger):
     has_content = True
 
     def write(self):
-        rows = [self.row(name) for name in chapters(self.root)]
+        rows = [self.row(name) for name in chapters.names()]
         return table(["Chapter", "Its main claim", "Verdict"], rows, "28 50 22", "chapters")
 
     def row(self, name):
@@ -160,7 +151,8 @@ class ChaptersTable(Ledger):
         for run in self.runs_of(name):
             for result in run["claims"]:
                 if claim and result["id"] == claim.id:
-                    verdict = [badge(result["verdict"]), f"{run['scale']} scale"]
+                    glued = f"{{glue:text}}`../notebooks/{name}.ipynb::{claim.id}:s`"
+                    verdict = [badge(result["verdict"], glued), f"{run['scale']} scale"]
         says = f"{claim.says} {{cite:p}}`{claim.paper}`" if claim else NOT_YET
         return [[self.link(name)], [says], verdict]
 
@@ -173,14 +165,14 @@ class ChaptersTable(Ledger):
 
 class StatusTable(Ledger):
     def write(self):
-        rows = [row for name in chapters(self.root) for row in self.rows(name)]
+        rows = [row for name in chapters.names() for row in self.rows(name)]
         return table(["Chapter", "Run", "Verdicts", "Made by"], rows, "22 16 26 36", "status")
 
     def rows(self, name):
         for run in self.runs_of(name):
             counts = Counter(claim["verdict"] for claim in run["claims"])
             verdicts = [
-                badge(verdict, f"{counts[verdict]} ") for verdict in claims.VERDICTS if counts[verdict]
+                badge(verdict, f"{counts[verdict]} {verdict}") for verdict in claims.VERDICTS if counts[verdict]
             ]
             time = [run["scale"], minutes(run["seconds"])]
             made = [run["device_name"], versions(run), f"{run['date']}, {commit(run)}", f"Data: {data(run)}"]
@@ -218,9 +210,7 @@ class CiteChapter(Ledger):
     def write(self):
         book = yaml.safe_load((self.root / "CITATION.cff").read_text())
         authors = " and ".join(
-            f"{{{author['name']}}}"
-            if "name" in author
-            else f"{author['family-names']}, {author['given-names']}"
+            f"{{{author['name']}}}" if "name" in author else f"{author['family-names']}, {author['given-names']}"
             for author in book["authors"]
         )
         name = self.arguments[0] if self.arguments else None
