@@ -33,6 +33,7 @@ ROOT = PACKAGE.parent
 NOTEBOOKS = ROOT / "notebooks"
 RUNS = ROOT / "_build/runs"
 DEVICES = ("auto", "cpu", "cuda")
+RUNNER = ("chapters.py", "__main__.py")
 KEPT_METADATA = ("tags", "mystnb")
 RECORDED_VERSIONS = ("torch", "torchvision", "numpy", "scipy", "matplotlib")
 
@@ -132,11 +133,12 @@ def normalise(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 def fingerprint(chapter: str) -> str:
     """A hash of the chapter's code cells and the package's code, without comments and docstrings.
 
-    A run record that carries another one is older than the code.
+    The runner and the command line are left out, since they compute nothing. A run record that carries another
+    hash is older than the code.
     """
     notebook = nbformat.read(NOTEBOOKS / f"{chapter}.ipynb", 4)
     sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    sources += [path.read_text() for path in sorted(PACKAGE.rglob("*.py"))]
+    sources += [path.read_text() for path in sorted(PACKAGE.rglob("*.py")) if path.name not in RUNNER]
     return hashlib.sha256("\n".join(map(_meaning, sources)).encode()).hexdigest()[:16]
 
 

@@ -293,3 +293,19 @@ def test_an_unknown_row_is_named():
     update = update_of(victims.fc((12, 4)), torch.rand(1, 12))
     with pytest.raises(ValueError, match="row must be one of best, least_squares, mean, got 'worst'"):
         attacks.walk_back(update, row="worst")
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.SiLU(), nn.Softmax(dim=1)])
+def test_a_biased_first_layer_needs_no_slope(activation):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 6), activation, nn.Linear(6, 4)).double()
+    pixels = torch.rand(1, 3, 2, 2, dtype=torch.float64)
+    found = attacks.walk_back(client.gradient(net, pixels, torch.tensor([1])))
+    assert found.status == "recovered"
+    assert (found.pixels - pixels).abs().max() < 1e-9
+
+
+def test_a_slope_that_cannot_be_read_stops_the_walk():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 6, bias=False), nn.GELU(), nn.Linear(6, 4)).double()
+    found = attacks.walk_back(client.gradient(net, torch.rand(1, 3, 2, 2, dtype=torch.float64), torch.tensor([1])))
+    assert found.status == "not applicable"
+    assert "the slope of GELU" in found.why

@@ -105,6 +105,11 @@ def _walk(update: Update, block: list[tuple[Layer, nn.Module | None]], row: str,
             return walk
         if bias is not None:
             walk.sensitivity = bias
+        elif activation is not None and not isinstance(activation, ACTIVATIONS):
+            walk.stopped = (
+                f"{layer.name} has no bias, and the slope of {type(activation).__name__} after it cannot be read off"
+            )
+            return walk
         else:
             above = block[i + 1][0].module.weight.detach()
             walk.sensitivity = (above.T @ walk.sensitivity) * slope(activation or nn.Identity(), walk.x[0])
@@ -165,7 +170,7 @@ def _dense_block(layers: list[Layer], mode: str) -> tuple[list[tuple[Layer, nn.M
             return block, f"{layer.name} (Dropout in train mode) comes before them"
         elif isinstance(layer.module, nn.Flatten | nn.Dropout | nn.Identity):
             pass
-        elif isinstance(layer.module, ACTIVATIONS) and activation is None:
+        elif activation is None and layer.input_shape == layer.output_shape and not list(layer.module.parameters()):
             activation = layer.module
         else:
             return block, f"{layer.name} ({type(layer.module).__name__}) comes before them"
