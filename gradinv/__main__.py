@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ChapterError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     fetch.set_defaults(command=lambda options: print(data.fetch(options.name)))
 
     train = commands.add_parser("train", help="remake a small set of trained weights")
-    train.add_argument("name")
+    train.add_argument("name", help="fc, resnet18-w16, or another recipe of gradinv/train.py")
     train.set_defaults(command=_train)
     return parser
 
@@ -73,7 +73,7 @@ def _chapters(options) -> None:
             for scale, record in records.items()
             if record
         )
-        print(f"{chapter:24}{took or 'not run yet'}")
+        print(f"{chapter:24}{chapters.title(chapter)}\n{'':24}{took or 'not run yet'}")
 
 
 def _run(options) -> None:

@@ -49,6 +49,13 @@ def names() -> list[str]:
     return [pathlib.Path(file).name for file in files if file.startswith("notebooks/")]
 
 
+def title(chapter: str) -> str:
+    """The chapter's heading, or its name while it has none."""
+    notebook = nbformat.read(NOTEBOOKS / f"{chapter}.ipynb", 4)
+    lines = [line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines()]
+    return next((line.removeprefix("# ") for line in lines if line.startswith("# ")), chapter)
+
+
 def run(
     chosen: Sequence[str] = (),
     *,
@@ -75,9 +82,11 @@ def run(
         The record of every finished chapter.
 
     Raises:
-        ChapterError: an unknown name, scale or device, or a chapter that failed.
+        ValueError: an unknown name, scale or device, a negative seed, or a budget that is not above 0.
+        ChapterError: a chapter that failed, or that lacks a parameter or a claim.
     """
-    chosen = _checked(chosen, scale, device)
+    chosen = _checked(chosen, scale, device, seed, budget)
+    out.mkdir(parents=True, exist_ok=True)  # before hours are spent, not after
     deadline = None if budget is None else time.monotonic() + budget
     if budget is not None:
         chosen = sorted(chosen, key=lambda chapter: _need(chapter, scale))  # stable: the book's order within a need
@@ -100,6 +109,7 @@ def run(
             _write_json(results / f"{chapter}.{scale}.json", record)
         for claim in record["claims"]:
             print(f"    {claim['id']}: {claim['verdict']}")
+        print(f"    {out / 'notebooks' / chapter}.ipynb, {out / 'results' / chapter}.{scale}.json", flush=True)
         finished.append(record)
     return finished
 
@@ -249,17 +259,21 @@ def threads() -> int:
     return int(os.environ.get("OMP_NUM_THREADS") or 1)
 
 
-def _checked(chosen: Sequence[str], scale: str, device: str) -> list[str]:
+def _checked(chosen: Sequence[str], scale: str, device: str, seed: int, budget: float | None) -> list[str]:
     known = names()
     for chapter in chosen:
         if chapter not in known:
-            raise ChapterError(f"chapter must be one of {', '.join(known)}, got {chapter!r}")
+            raise ValueError(f"chapter must be one of {', '.join(known)}, got {chapter!r}")
     if scale not in claims.SCALES:
-        raise ChapterError(f"scale must be one of {', '.join(claims.SCALES)}, got {scale!r}")
+        raise ValueError(f"scale must be one of {', '.join(claims.SCALES)}, got {scale!r}")
     if device not in DEVICES:
-        raise ChapterError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ChapterError("device is 'cuda', but PyTorch sees no CUDA device here; use --device auto or cpu")
+        raise ValueError("device is 'cuda', but PyTorch sees no CUDA device here; use --device auto or cpu")
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, got {seed}")
+    if budget is not None and budget <= 0:
+        raise ValueError(f"budget must be above 0 seconds, got {budget}")
     return list(chosen) or known
 
 

@@ -182,15 +182,14 @@ def results(directory: pathlib.Path = RESULTS) -> list[dict]:
 
 
 def overview(runs: list[dict]) -> pd.DataFrame:
-    """Every claim of the ledger with the verdict of each scale; empty where it was not run."""
+    """Every claim of the ledger with the verdict of each scale."""
     found = {(claim["id"], run["scale"]): claim["verdict"] for run in runs for claim in run["claims"]}
     return pd.DataFrame(
         [
             {
                 "claim": claim.id,
                 "chapter": claim.chapter,
-                "reported": claim.reported or "",
-                **{scale: found.get((claim.id, scale), "") for scale in SCALES},
+                **{scale: found.get((claim.id, scale), "not run") for scale in SCALES},
             }
             for claim in ledger().values()
         ]

@@ -40,6 +40,13 @@ class Update:
     mode: str = "eval"
 
     def __post_init__(self):
+        if not isinstance(self.model, nn.Module):
+            raise ValueError(f"model must be an nn.Module, got {type(self.model).__name__}")
+        if not isinstance(self.gradient, Mapping):
+            raise ValueError(
+                f"gradient must map parameter names to tensors, got {type(self.gradient).__name__}; "
+                "dict(zip(names, gradients)) makes one"
+            )
         parameters = dict(self.model.named_parameters())
         for name, value in self.gradient.items():
             if name not in parameters:
@@ -60,6 +67,21 @@ class Update:
         if self.labels is not None:
             device = next(iter(self.gradient.values())).device
             _check_labels(self.labels, self.batch_size, device, self.loss)
+
+    def __repr__(self) -> str:
+        numbers = sum(value.numel() for value in self.gradient.values())
+        return (
+            f"Update({type(self.model).__name__}, {len(self.gradient)} gradients of {numbers} numbers in all, "
+            f"input_shape={self.input_shape}, batch_size={self.batch_size}, "
+            f"labels={'hidden' if self.labels is None else self.labels.tolist()}, loss={self.loss!r}, "
+            f"mode={self.mode!r})"
+        )
+
+
+def expect_update(update) -> None:
+    """Raise ValueError unless an attack was given an `Update`."""
+    if not isinstance(update, Update):
+        raise ValueError(f"update must be an Update (client.gradient makes one), got {type(update).__name__}")
 
 
 @torch.enable_grad()

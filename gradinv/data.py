@@ -67,6 +67,9 @@ class Images:
     def __len__(self) -> int:
         return len(self.pixels)
 
+    def __repr__(self) -> str:
+        return f"Images({self.name}: {len(self)} of shape {tuple(self.pixels.shape[1:])}; {self.source})"
+
     def names(self) -> list[str]:
         """The class name of each picture."""
         return [self.classes[label] for label in self.labels.tolist()]
@@ -143,7 +146,10 @@ def fetch(name: str) -> pathlib.Path:
     maker = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100, "mnist": datasets.MNIST}[name]
     folder = directory() / name
     for split in ("test", "train"):
-        got = maker(folder / "download", train=split == "train", download=True)
+        try:
+            got = maker(folder / "download", train=split == "train", download=True)
+        except (OSError, RuntimeError) as error:  # urllib's errors are OSErrors
+            raise DataError(f"{name} could not be downloaded ({error}); nothing was stored in {folder}") from error
         write_npz(
             folder / f"{split}.npz",
             np.asarray(got.data),
@@ -174,6 +180,11 @@ def _read_npz(path: pathlib.Path):
         # a zip archive carries a checksum of each member, so a flipped byte in a file that came without
         # a .sha256 is noticed here
         with np.load(path) as file:
+            missing = {"images", "labels", "classes", "source"} - set(file.files)
+            if missing:
+                raise DataError(
+                    f"{path} has no {', '.join(sorted(missing))}; gradinv.data.write_npz writes such a file"
+                )
             images, labels = file["images"], file["labels"]
             if images.dtype != np.uint8 or images.ndim not in (3, 4) or labels.shape != images.shape[:1]:
                 raise ValueError(
@@ -236,4 +247,4 @@ def _square(picture: Image.Image) -> Image.Image:
 def _advice(name: str, split: str) -> str:
     if name in FETCHABLE:
         return f"python -m gradinv fetch {name} brings the whole set"
-    return f"put {name}/{split}.npz into {directory()}"
+    return f"put {name}/{split}.npz into {directory()} (gradinv.data.write_npz writes one)"

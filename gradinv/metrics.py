@@ -24,6 +24,8 @@ def psnr(reconstruction: Float[Tensor, "n ..."], truth: Float[Tensor, "n ..."]) 
 def ssim(reconstruction: Float[Tensor, "n c h w"], truth: Float[Tensor, "n c h w"]) -> Float[Tensor, " n"]:
     """Structural similarity of each picture (Wang et al. 2004), clamped to [0, 1]; 1 where they are equal."""
     _check(reconstruction, truth)
+    if truth.ndim != 4:
+        raise ValueError(f"truth must be pictures (n, c, h, w), got shape {tuple(truth.shape)}")
     if min(truth.shape[2:]) < 6:
         raise ValueError(f"truth must be at least 6 x 6 for SSIM's 11 x 11 window, got {tuple(truth.shape)}")
     return structural_similarity_index_measure(
@@ -45,7 +47,10 @@ def pair(reconstruction: Float[Tensor, "n ..."], truth: Float[Tensor, "n ..."]) 
     return torch.as_tensor(linear_sum_assignment(costs.cpu().numpy())[1], device=truth.device)
 
 
-def _check(reconstruction: Tensor, truth: Tensor) -> None:
+def _check(reconstruction, truth) -> None:
+    for argument, value in (("reconstruction", reconstruction), ("truth", truth)):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{argument} must be a tensor of pictures, got {type(value).__name__}")
     if reconstruction.shape != truth.shape:
         raise ValueError(
             f"reconstruction must have the truth's shape {tuple(truth.shape)}, got {tuple(reconstruction.shape)}"

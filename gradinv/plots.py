@@ -55,6 +55,12 @@ def pictures(
         notes: for some rows, a line under each picture, such as its PSNR.
         size: of a picture, in inches.
     """
+    if not isinstance(rows, Mapping) or not rows:
+        raise ValueError(f"rows must map labels to pictures (n, c, h, w), got {type(rows).__name__}")
+    for label, images in rows.items():
+        shapes = {tuple(image.shape) for image in images} if len(images) else {None}
+        if any(shape is None or len(shape) != 3 for shape in shapes):
+            raise ValueError(f"rows[{label!r}] must be pictures (n, c, h, w), got {sorted(shapes, key=str)}")
     columns = max(len(images) for images in rows.values())
     notes = notes or {}
     height = size * len(rows) + 0.25 * bool(titles) + 0.2 * len(notes)

@@ -140,6 +140,8 @@ def analyse(model: nn.Module, input_shape: tuple[int, ...]) -> RankReport:
         ValueError: the model does not accept that shape, has no convolution or linear layer, or has linear maps of
             another kind or weights that run more than once, which the counts do not cover.
     """
+    if not isinstance(input_shape, tuple | list) or not all(isinstance(size, int) for size in input_shape):
+        raise ValueError(f"input_shape must be (channels, height, width), got {type(input_shape).__name__}")
     rows, virtual, budget = [], 0, 0
     ran = layers_.read(model, input_shape)
     for name, module in model.named_modules():
@@ -181,6 +183,8 @@ def nullity(conv: nn.Conv2d, input_shape: tuple[int, int, int], *, seed: int = 0
     Returns:
         The number of lost dimensions, or None where the matrices would be larger than `LARGEST`.
     """
+    if not isinstance(conv, nn.Conv2d):
+        raise ValueError(f"conv must be an nn.Conv2d, got {type(conv).__name__}")
     if conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
         raise ValueError(f"conv must have groups=1 and zero padding given in pixels, got {conv}")
     if len(input_shape) != 3 or input_shape[0] != conv.in_channels:

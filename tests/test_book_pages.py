@@ -5,6 +5,7 @@ import pathlib
 import re
 import tomllib
 
+import matplotlib.pyplot as plt
 import pytest
 import yaml
 
@@ -86,9 +87,31 @@ def test_address_is_set_in_one_place():
     assert citation.get("url") in (None, config["html"].get("baseurl"))
 
 
-def test_example_of_the_own_model_page_runs(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", TEXTS["book/own_model.md"], re.S)
-    assert len(blocks) == 1
-    exec(compile(blocks[0], "own_model.md", "exec"), {})
+def own_model_blocks():
+    return re.findall(r"```python\n(.*?)```", TEXTS["book/own_model.md"], re.S)
+
+
+def test_blocks_of_the_own_model_page_run(capsys, monkeypatch, tmp_path):
+    """In order and in one namespace, as a reader runs them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRADINV_DATA", str(tmp_path))
+    namespace, printed = {}, []
+    for block in own_model_blocks():
+        exec(compile(block, "own_model.md", "exec"), namespace)
+        printed.append(capsys.readouterr().out)
+    plt.close("all")
+    example, pictures, gradient, stored, ranks = printed
+    assert "walk_back recovered" in example and "match_gradients" in example
+    assert "right of" in pictures and (tmp_path / "pictures.png").exists()
+    assert "recovered" in gradient
+    assert stored == "['cat', 'dog']\n"
+    ra, lost = (int(line.split()[1]) for line in ranks.splitlines())
+    assert ra < 0 < lost
+
+
+def test_example_of_the_own_model_page_takes_a_batch(capsys):
+    block = own_model_blocks()[0]
+    assert 'data.load("cifar10", 1)' in block
+    exec(block.replace('data.load("cifar10", 1)', 'data.load("cifar10", 2)'), {})
     printed = capsys.readouterr().out
-    assert "walk_back recovered" in printed and "match_gradients" in printed
+    assert "walk_back ambiguous" in printed and "match_gradients approximate" in printed

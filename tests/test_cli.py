@@ -168,3 +168,13 @@ def test_claims_and_chapters_print(book, tmp_path, capsys):
     assert "claim.one" in table and "reproduced" in table and "claim.two" in table
     assert main(["chapters"]) == 0
     assert "not run yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--seed", "-1"], "seed must not be negative"),
+    (["--budget", "-5"], "budget must be above 0"),
+    (["--out", "/dev/null/nowhere"], "nowhere"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_before_the_run(book, capsys, words, message):
+    assert main(["run", "one", *words]) == 2
+    assert message in capsys.readouterr().err

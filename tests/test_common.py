@@ -310,3 +310,8 @@ def test_attack_runs_on_a_gpu(name):
     model = copy.deepcopy(update.model).cuda()
     result = run(name, client.gradient(model, pixels.cuda(), update.labels.cuda()))
     assert result.pixels.is_cuda and result.status == run(name, update).status
+
+
+def test_an_attack_asks_for_an_update():
+    with pytest.raises(ValueError, match=r"update must be an Update .*, got dict"):
+        client.expect_update({"weight": torch.zeros(2)})

@@ -403,7 +403,8 @@ def test_a_start_where_the_gradient_vanishes(dtype):
     whole = client.gradient(model, torch.ones(1, 2, 6, 5, dtype=dtype), torch.tensor([1]))
     part = changed(whole, gradient={"1.weight": whole.gradient["1.weight"]})
     result = attacks.match_gradients(part, steps=4, init=torch.zeros(1, 2, 6, 5, dtype=dtype))
-    assert result.status == "approximate" and result.pixels.isfinite().all()
+    assert result.status == "diverged" and "no step improved" in result.why
+    assert result.pixels.isfinite().all()
     assert result.history[0] == 1.0  # cosine 0
 
 
@@ -500,3 +501,18 @@ def test_batch_norm_over_one_value_is_named():
     update = changed(client.gradient(model, pictures(), torch.tensor([1])), mode="train")
     with pytest.raises(ValueError, match="mode='train' needs more than one value per channel for batch norm"):
         attacks.match_gradients(update, steps=1)
+
+
+def test_a_search_that_never_improved_says_so():
+    net = victims.fc((12, 6, 4), activation="tanh").double()
+    update = client.gradient(net, torch.rand(1, 12, dtype=torch.float64), torch.tensor([1]))
+    found = attacks.match_gradients(update, steps=20, lr=1e30, box=False)
+    assert found.status == "diverged" and "no step improved" in found.why
+
+
+def test_attention_has_the_second_derivative_it_needs():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    net = torch.nn.Sequential(torch.nn.Unflatten(1, (3, 8)), layer, torch.nn.Flatten(), torch.nn.Linear(24, 4)).eval()
+    update = client.gradient(net, torch.rand(1, 24), torch.tensor([1]))
+    assert attacks.match_gradients(update, steps=5).status == "approximate"

@@ -170,6 +170,7 @@ def test_dropout_lets_the_walk_through_only_in_eval_mode():
     pixels = torch.rand(1, 12, dtype=torch.float64)
     result = attacks.walk_back(update_of(model, pixels))
     assert result.status == "recovered" and error(result, pixels) < 1e-10
+    model[1] = nn.Linear(12, 9, bias=False)  # a biased first layer would be read whatever follows it
     result = attacks.walk_back(update_of(model, pixels, mode="train"))
     assert result.status == "not applicable" and "Dropout in train mode" in result.why
 
@@ -309,3 +310,26 @@ def test_a_slope_that_cannot_be_read_stops_the_walk():
     found = attacks.walk_back(client.gradient(net, torch.rand(1, 3, 2, 2, dtype=torch.float64), torch.tensor([1])))
     assert found.status == "not applicable"
     assert "the slope of GELU" in found.why
+
+
+class Functional(nn.Module):
+    """The way many people write a network: nothing but the linear layers is a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.b(functional.relu(self.a(x.view(len(x), -1))))
+
+
+def test_a_biased_layer_on_the_picture_is_read_whatever_follows():
+    net, pixels = Functional().double(), torch.rand(1, 3, 2, 2, dtype=torch.float64)
+    update = client.gradient(net, pixels, torch.tensor([1]), reveal_labels=False)
+    found = attacks.walk_back(update)
+    assert found.status == "recovered"
+    assert (found.pixels - pixels).abs().max() < 1e-9
+    assert found.labels is None  # the last layer was not read, so the label was not either
+    normed = nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 4)).double()
+    found = attacks.walk_back(client.gradient(normed, pixels, torch.tensor([1])))
+    assert found.status == "recovered" and (found.pixels - pixels).abs().max() < 1e-9

@@ -9,7 +9,6 @@
 Each writes Markdown, which the page's own parser turns into nodes.
 """
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -28,20 +27,6 @@ MARKS = {
     "no figure to compare with": "–",
 }
 NOT_YET = "not run yet"
-
-
-def notebook(root: Path, name: str) -> dict:
-    path = root / "notebooks" / f"{name}.ipynb"
-    return json.loads(path.read_text()) if path.exists() else {"cells": [], "metadata": {}}
-
-
-def title(root: Path, name: str) -> str:
-    """The chapter's title, or its name while it is not written."""
-    for cell in notebook(root, name)["cells"]:
-        for line in "".join(cell["source"]).splitlines():
-            if cell["cell_type"] == "markdown" and line.startswith("# "):
-                return line[2:].strip()
-    return name
 
 
 def badge(verdict: str, words: str | None = None) -> str:
@@ -98,7 +83,7 @@ class Ledger(SphinxDirective):
         return holder.children
 
     def link(self, name: str) -> str:
-        return f"[{title(self.root, name)}](/notebooks/{name}.ipynb)"
+        return f"[{chapters.title(name)}](/notebooks/{name}.ipynb)"
 
     def runs_of(self, name: str) -> list[dict]:
         """From the smallest scale to the largest, whose outputs are the ones in the notebook."""
@@ -216,7 +201,7 @@ class CiteChapter(Ledger):
         name = self.arguments[0] if self.arguments else None
         fields = {
             "author": authors,
-            "title": title(self.root, name) if name else book["title"],
+            "title": chapters.title(name) if name else book["title"],
             "booktitle": book["title"] if name else None,
             "year": str(book["date-released"])[:4],
             "note": f"Version {book['version']}",

@@ -10,14 +10,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradinv.attacks.reconstruction import WEAK, Reconstruction, norm
-from gradinv.client import Update, loss_of, outputs_of, working_copy
+from gradinv.client import Update, expect_update, loss_of, outputs_of, working_copy
 
 OBJECTIVES = ("cosine", "euclidean")
 OPTIMIZERS = ("signed-adam", "adam", "lbfgs")
 SCHEDULES = ("step", "linear", "constant")
 INITS = ("normal", "uniform", "grey")
+NOTHING_LEFT = 1e-12  # an objective below this is rounding, so a start at the answer has not diverged
 LBFGS_EVALUATIONS = 20  # per step, PyTorch's default, as DLG's code uses it
 
 
@@ -81,7 +83,8 @@ def match_gradients(
     Args:
         update: what the server received. Without labels, DLG's soft labels are optimised jointly.
         objective: "cosine" is 1 - the cosine over all parameters together, "euclidean" the squared distance.
-        optimizer: "signed-adam" feeds Adam the sign of the gradient; "lbfgs" takes up to 20 evaluations a step.
+        optimizer: "signed-adam" feeds Adam the sign of the gradient, "adam" the gradient; "lbfgs" takes up to 20
+            evaluations a step.
         tv: weight of the total variation mean |dx| + mean |dy| on pixels (pictures only).
         steps: optimiser steps of each restart.
         lr: first step size, in pixels.
@@ -97,6 +100,7 @@ def match_gradients(
         loss is the data term of the winner, history the objective with TV at every step of the winner,
         alternatives the pictures of the other restarts.
     """
+    expect_update(update)
     _check(objective, optimizer, schedule, init, steps, restarts, tv, update)
     started = time.perf_counter()
     target = list(update.gradient.values())
@@ -112,7 +116,8 @@ def match_gradients(
     for restart in range(restarts):
         pixels, soft = _start(update, match, init, seed + restart)
         run = _lbfgs if optimizer == "lbfgs" else _adam
-        with torch.random.fork_rng():  # dropout in train mode draws from the global generator
+        # dropout in train mode draws from the global generator; fused attention has no second derivative
+        with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH):
             torch.manual_seed(seed + restart)
             trials.append(run(match, pixels, soft, optimizer, steps, lr, schedule, box))
     trials.sort(key=lambda trial: trial.data if trial.data == trial.data else float("inf"))
@@ -123,8 +128,11 @@ def match_gradients(
         status, why = "diverged", "the objective left the finite numbers"
     elif size < WEAK:
         status, why = "weak gradient", f"the gradient's norm is {size:.1e}"
+    elif len(best.history) > 2 and min(best.history[1:]) >= best.history[0] > NOTHING_LEFT:
+        status, why = "diverged", "no step improved on the start; try another one or a smaller lr"
     else:
-        status, why = "approximate", f"best of {restarts} restarts by the data term"
+        of = f" of {restarts} starts" if restarts > 1 else ""
+        status, why = "approximate", f"the best match{of} after {steps} steps"
     return Reconstruction(
         best.pixels if finite else None,
         labels,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradinv.attacks.reconstruction import Reconstruction
-from gradinv.client import Update
+from gradinv.client import Update, expect_update
 from gradinv.layers import ACTIVATIONS, Layer, read, slope
 from gradinv.victims import Normalize
 
@@ -25,7 +25,8 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
 
     Args:
         update: of a network that ends in fully connected layers, at least one of them biased. If something else
-            comes before them, the walk ends there and `features` holds the input of the block.
+            comes before them, the walk ends there and `features` holds the input of the block. A network whose first
+            layer is fully connected and biased is read there, whatever follows.
         row: how a layer's input is read off dL/dW. "best" divides the row with the largest |dz|,
             "least_squares" takes all rows weighted by dz, "mean" averages the divided rows.
 
@@ -37,9 +38,13 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
     """
     if row not in ROWS:
         raise ValueError(f"row must be one of {', '.join(ROWS)}, got {row!r}")
+    expect_update(update)
     started = time.perf_counter()
     layers = read(update.model, update.input_shape)
     block, before = _dense_block(layers, update.mode)
+    front = _front(layers, update) if before else None
+    if front is not None:
+        block, before = [(front, None)], ""
     history: list[dict] = []
 
     def answer(status, why, pixels=None, **more):
@@ -62,7 +67,13 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
 
     walk = _walk(update, block[: len(sent) - sent[::-1].index(True)], row, history)
     labels = update.labels
-    if sent[-1] and block[-1][1] is None and update.loss == "cross_entropy" and update.batch_size == 1:
+    if (
+        front is None
+        and sent[-1]
+        and block[-1][1] is None
+        and update.loss == "cross_entropy"
+        and update.batch_size == 1
+    ):
         # dz of the last layer is p - onehot(label), with one negative entry
         labels = update.gradient[f"{block[-1][0].name}.bias"].argmin()[None]
     if walk.stopped:
@@ -179,6 +190,25 @@ def _dense_block(layers: list[Layer], mode: str) -> tuple[list[tuple[Layer, nn.M
     if activation is not None:
         return block, f"an activation ({type(activation).__name__}) comes before them"
     return block, ""
+
+
+def _front(layers: list[Layer], update: Update) -> Layer | None:
+    """The layer that sees the picture itself, where it is fully connected and its bias was sent.
+
+    Its gradient is dz x^T and dz whatever follows it, so it can be read by itself.
+    """
+    for layer in layers:
+        if not layer.follows or (isinstance(layer.module, nn.Dropout) and update.mode == "train"):
+            return None
+        if isinstance(layer.module, nn.Linear):
+            alone = sum(getattr(other.module, "weight", None) is layer.module.weight for other in layers) == 1
+            sent = all(f"{layer.name}.{part}" in update.gradient for part in ("weight", "bias"))
+            return layer if alone and sent and len(layer.input_shape) == 1 else None
+        if not isinstance(layer.module, nn.Flatten | nn.Dropout | nn.Identity) and not (
+            isinstance(layer.module, Normalize) and layer is layers[0]
+        ):
+            return None
+    return None
 
 
 def _to_pixels(x: Tensor, layers: list[Layer], input_shape: tuple[int, ...]) -> Tensor:
