@@ -178,6 +178,11 @@ def _execute(chapter: str, scale: str, device: str, seed: int, seconds: float | 
     with tempfile.TemporaryDirectory() as folder, _environment(pathlib.Path(folder) / "record.jsonl") as recorded:
         executed = pathlib.Path(folder) / source.name
         started = time.perf_counter()
+
+        def left(cell):
+            """Seconds that the cell may take: what the chapter has left."""
+            return None if seconds is None else max(1, int(seconds - (time.perf_counter() - started)))
+
         try:
             papermill.execute_notebook(
                 source,
@@ -185,7 +190,7 @@ def _execute(chapter: str, scale: str, device: str, seed: int, seconds: float | 
                 parameters,
                 cwd=NOTEBOOKS,
                 kernel_name="python3",
-                execution_timeout=None if seconds is None else max(1, int(seconds)),
+                timeout_func=left,
                 progress_bar={"desc": f"  {chapter}", "unit": " cells"},
                 log_output=False,
                 extra_arguments=["--log-level=CRITICAL"],  # the kernel's notes on transport and shutdown worry readers

@@ -149,6 +149,12 @@ def test_a_cell_is_stopped_at_the_end_of_the_budget(book, tmp_path, capsys):
     assert not (tmp_path / "out/notebooks").exists()
 
 
+def test_a_chapter_of_many_short_cells_is_stopped_too(book, tmp_path, capsys):
+    write_notebook(book / "notebooks/one.ipynb", PARAMETERS, *["import time; time.sleep(5)"] * 6)
+    assert chapters.run(["one"], scale="smoke", out=tmp_path / "out", budget=14.0) == []
+    assert "stopped at the end of the budget" in capsys.readouterr().out
+
+
 def test_fingerprint_sees_code_and_not_comments(book, monkeypatch, tmp_path):
     package = tmp_path / "package"
     package.mkdir()
