@@ -33,9 +33,9 @@ def badge(verdict: str, words: str | None = None) -> str:
     return f"[{MARKS[verdict]} {words or verdict}]{{.verdict .{nodes.make_id(verdict)}}}"
 
 
-def minutes(seconds: float) -> str:
-    whole = round(seconds / 60)
-    return "under a minute" if seconds < 60 else f"{whole} minute{'s' if whole > 1 else ''}"
+def duration(seconds: float) -> str:
+    """Seconds up to two minutes, minutes from there on."""
+    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
 
 
 def versions(run: dict) -> str:
@@ -159,7 +159,7 @@ class StatusTable(Ledger):
             verdicts = [
                 badge(verdict, f"{counts[verdict]} {verdict}") for verdict in claims.VERDICTS if counts[verdict]
             ]
-            time = [run["scale"], minutes(run["seconds"])]
+            time = [run["scale"], duration(run["seconds"])]
             made = [run["device_name"], versions(run), f"{run['date']}, {commit(run)}", f"Data: {data(run)}"]
             yield [[self.link(name)], time, [*verdicts, *stale_note(run)], made]
         if not self.runs_of(name):
@@ -173,7 +173,7 @@ class ChapterRun(Ledger):
         name = self.arguments[0]
         runs = {run["scale"]: run for run in self.runs_of(name)}
         rows = [
-            [[scale], [minutes(runs[scale]["seconds"])], [runs[scale]["device_name"]]]
+            [[scale], [duration(runs[scale]["seconds"])], [runs[scale]["device_name"]]]
             if scale in runs
             else [[scale], [NOT_YET], ["–"]]
             for scale in claims.SCALES
