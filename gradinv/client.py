@@ -29,6 +29,8 @@ class Update:
     labels: (n,) int64 where the protocol makes them public, else None.
     loss: "cross_entropy" (mean over the batch) or "logistic" (one logit, labels -1 or +1).
     mode: batch norm in "eval" uses the model's running statistics, in "train" those of the batch.
+    scale: the gradient is this many times that of the mean loss: `batch_size` for a sum over the batch, 0.5 for
+        half the loss. Only what compares sizes needs it, such as the Euclidean distance.
     """
 
     model: nn.Module
@@ -38,6 +40,7 @@ class Update:
     labels: Int64[Tensor, " n"] | None = None
     loss: str = "cross_entropy"
     mode: str = "eval"
+    scale: float = 1.0
 
     def __post_init__(self):
         if not isinstance(self.model, nn.Module):
@@ -64,6 +67,7 @@ class Update:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         _one_of("loss", self.loss, LOSSES)
         _one_of("mode", self.mode, MODES)
+        _check_scale(self.scale)
         if self.labels is not None:
             device = next(iter(self.gradient.values())).device
             _check_labels(self.labels, self.batch_size, device, self.loss)
@@ -93,6 +97,7 @@ def gradient(
     loss: str = "cross_entropy",
     reveal_labels: bool = True,
     mode: str = "eval",
+    scale: float = 1.0,
 ) -> Update:
     """The mean gradient of one batch, as a client sends it.
 
@@ -104,6 +109,7 @@ def gradient(
         loss: see `Update`.
         reveal_labels: whether the protocol makes the labels public.
         mode: see `Update`.
+        scale: what the client multiplies its mean loss by; see `Update`.
 
     Raises:
         ValueError: an empty batch, pixels outside [0, 1] or not finite, a shape, dtype or label that does not fit
@@ -113,11 +119,12 @@ def gradient(
     if not trained:
         raise ValueError("model must have a parameter with requires_grad=True, got none: nothing would be sent")
     _check(model, pixels, labels, loss)
+    _check_scale(scale)
     working = working_copy(model, mode)
     outputs = outputs_of(working, pixels)
     if loss == "cross_entropy" and labels.max() >= outputs.shape[1]:
         raise ValueError(f"labels must lie in 0 to {outputs.shape[1] - 1} for this model, got {labels.max().item()}")
-    value = loss_between(outputs, labels, loss)
+    value = scale * loss_between(outputs, labels, loss)
     parameters = [working.get_parameter(name) for name in trained]
     gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
     return Update(
@@ -128,6 +135,7 @@ def gradient(
         labels.clone() if reveal_labels else None,
         loss,
         mode,
+        scale,
     )
 
 
@@ -211,6 +219,11 @@ def _like(argument: str, value, reference: Tensor, owner: str) -> None:
             f"{argument} must be {reference.dtype} on {reference.device} like {owner}, "
             f"got {value.dtype} on {value.device}: use .to(dtype, device)"
         )
+
+
+def _check_scale(scale: float) -> None:
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"scale must be a positive number, got {scale}")
 
 
 def _one_of(argument: str, value: str, allowed: tuple[str, ...]) -> None:

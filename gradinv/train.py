@@ -37,9 +37,12 @@ def _skip_cut(width: int, cut: tuple[str, ...], snapshots: tuple[int, ...] = ())
     return Recipe(lambda: victims.resnet(18, width, cut=cut), epochs=30, lr=0.1, augment=True, snapshots=snapshots)
 
 
-# The networks of width 64 are too large to ship; the full scale of `skip_cut_defence` makes them where it runs.
+# The networks of width 64 are too large to ship; the full scale of a chapter makes them where it runs.
 RECIPES = {
     "fc": Recipe(lambda: victims.fc((3072, 64, 64, 10)), epochs=20, lr=0.05, augment=False, snapshots=(1, 5)),
+    "lenet": Recipe(lambda: victims.lenet(), epochs=30, lr=0.02, augment=False),
+    "resnet20-w16": Recipe(lambda: victims.resnet(20, 16), epochs=30, lr=0.1, augment=True),
+    "resnet20-w64": Recipe(lambda: victims.resnet(20, 64), epochs=30, lr=0.1, augment=True),
     "resnet18-w16": _skip_cut(16, (), snapshots=(1, 5)),
     "resnet18-w16-cut-layer2.0": _skip_cut(16, ("layer2.0",)),
     "resnet18-w16-cut-layer2.1": _skip_cut(16, ("layer2.1",)),

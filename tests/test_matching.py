@@ -82,7 +82,7 @@ def test_cost_and_slope_are_autograds(kind, objective, tv, mode):
     pixels = pictures(3).requires_grad_(True)
     expected = reference(update, pixels, objective, tv)
     (slope,) = torch.autograd.grad(expected, pixels)
-    data, cost, (found,) = matching._Match(update, objective, tv)(pixels, None)
+    data, cost, (found,) = matching._Match([update], objective, tv)(pixels[None], None)
     torch.testing.assert_close(cost, expected.detach(), rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(found, slope, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(data, reference(update, pixels, objective).detach(), rtol=1e-11, atol=1e-13)

@@ -4,11 +4,13 @@
 `{chapters-table}`      a row a chapter: its main claim, as lines `CHAPTER: CLAIM` choose it, and its verdict
 `{status-table}`        every run: verdicts, minutes, device, versions, date, commit, data
 `{chapter-run} NAME`    one chapter's runs, and which of them made the page
+`{race-tables}`         the race of gradient matching against public code
 `{cite-chapter} NAME`   BibTeX of a chapter; without a name, of the book
 
 Each writes Markdown, which the page's own parser turns into nodes.
 """
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -27,6 +29,8 @@ MARKS = {
     "no figure to compare with": "–",
 }
 NOT_YET = "not run yet"
+CODES = {"ours": "ours", "public": "theirs"}
+SCHEDULES = {"step": "the paper's, in steps", "linear": "linear decay"}
 
 
 def badge(verdict: str, words: str | None = None) -> str:
@@ -191,6 +195,83 @@ class ChapterRun(Ledger):
         return [*lines, "\n\n".join(facts + stale_note(made))]
 
 
+class RaceTables(Ledger):
+    """What `tests/benchmarks/matching.py` measured; "ours" and "theirs" are this package and the public code."""
+
+    def write(self):
+        path = self.root / "book/benchmarks/matching.json"
+        self.env.note_dependency(str(path))
+        if not path.exists():
+            return [NOT_YET]
+        race = json.loads(path.read_text())
+        return [
+            *self.facts(race),
+            "**One step.** Time of theirs over time of ours for each victim: the middle of several rounds.\n",
+            *self.per_step(race["per_step"]),
+            "**To the same picture.** How many times faster each is than their code with the paper's schedule.\n",
+            *self.to_psnr(race["to_psnr"]),
+            "**Memory.** The most that a process held, and the part of it that the attack added.\n",
+            *self.memory(race["memory"]),
+            "**What each part of the engine brings.** Speed of one evaluation of the objective and its gradient for "
+            "each victim, by processor time, as a multiple of the first variant's.\n",
+            *self.ingredients(race["ingredients"]),
+        ]
+
+    def facts(self, race):
+        cost = max(row["cost_difference"] for row in race["agreement"])
+        picture = max(row["picture_difference"] for row in race["agreement"])
+        yield f"Made by: {race['device_name']}, {versions(race)}, {race['date']}."
+        yield f"The ConvNet and the ResNet have width {race['width']}."
+        yield f"In double precision, the two objectives at the start differ by at most {cost:.0e} of their size,"
+        yield f"and the pictures after one step by at most {f'{picture:.0e}' if picture else 0}.\n"
+
+    def per_step(self, rows):
+        def cells(row):
+            return [
+                [row["network"]],
+                [str(row["together"])],
+                [f"{row['time_ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})"],
+                [f"{row['work_ratio']:.2f}"],
+                [f"{row['psnr_ours']:.1f} and {row['psnr_public']:.1f} dB"],
+            ]
+
+        header = ["Network", "Victims at once", "By time (range)", "By processor time", "PSNR, ours and theirs"]
+        return table(header, [cells(row) for row in rows], "18 16 26 18 22", "runs")
+
+    def to_psnr(self, rows):
+        def cells(row):
+            return [
+                [CODES[row["code"]]],
+                [SCHEDULES[row["schedule"]]],
+                [str(row["steps"])],
+                [f"{row['psnr']:.1f} dB"],
+                [f"{row['time_ratio']:.1f}"],
+                [f"{row['work_ratio']:.1f}"],
+            ]
+
+        header = ["Code", "Schedule", "Steps", "PSNR", "By time", "By processor time"]
+        return table(header, [cells(row) for row in rows], "12 28 12 14 14 20", "runs")
+
+    def memory(self, rows):
+        def cells(row):
+            added = {code: row[f"peak_{code}"] - row[f"before_{code}"] for code in CODES}
+            sides = [[f"{row[f'peak_{code}']:.0f} MiB", f"of it {added[code]:.0f} MiB"] for code in CODES]
+            return [[row["network"]], *sides, [f"{row['ratio']:.2f}"]]
+
+        header = ["Network", "Ours", "Theirs", "Theirs over ours"]
+        return table(header, [cells(row) for row in rows], "22 26 26 26", "runs")
+
+    def ingredients(self, rows):
+        def cell(row):
+            several = f" ({row['together']} victims)" if row["together"] > 1 else ""
+            return [f"{row['work_ratio']:.2f}{several}"]
+
+        networks, variants = (list(dict.fromkeys(row[key] for row in rows)) for key in ("network", "variant"))
+        found = {(row["variant"], row["network"]): row for row in rows}
+        lines = [[[variant], *(cell(found[variant, network]) for network in networks)] for variant in variants]
+        return table(["Variant", *networks], lines, "40 20 20 20", "runs")
+
+
 class CiteChapter(Ledger):
     def write(self):
         book = yaml.safe_load((self.root / "CITATION.cff").read_text())
@@ -221,6 +302,7 @@ DIRECTIVES = {
     "chapters-table": ChaptersTable,
     "status-table": StatusTable,
     "chapter-run": ChapterRun,
+    "race-tables": RaceTables,
     "cite-chapter": CiteChapter,
 }
 

@@ -3,15 +3,21 @@
 The cosine attack (Geiping et al. 2020, eq. (4)) and DLG (Zhu et al. 2019; eq. (3) there) are this one loop with
 different settings. The work is the gradient, with respect to the pictures, of the match between two gradients.
 It needs no graph over the match: with v = d match / d g held fixed, it is the gradient of <v, g(x)>.
+
+A run is one start for one update. Runs of one network go through the loop together, as many as memory allows.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
 
+from gradinv.attacks.double_backward import stack
 from gradinv.attacks.reconstruction import WEAK, Reconstruction, norm
 from gradinv.client import Update, expect_update, loss_of, outputs_of, working_copy
 
@@ -20,10 +26,13 @@ OPTIMIZERS = ("signed-adam", "adam", "lbfgs")
 SCHEDULES = ("step", "linear", "constant")
 INITS = ("normal", "uniform", "grey")
 NOTHING_LEFT = 1e-12  # an objective below this is rounding, so a start at the answer has not diverged
+EAGER_STEPS = 3  # before a step is captured: what is made on first use must be there
+CPU_ROOM = 2**26  # bytes of work that still gain from going together; more only leaves the caches
+WORTH_IT = 10**6  # weights; below, one run alone loses more to calls of Python than the fast layers save
 LBFGS_EVALUATIONS = 20  # per step, PyTorch's default, as DLG's code uses it
 
 
-def inverting_gradients(update: Update, **options) -> Reconstruction:
+def inverting_gradients(update: Update | Sequence[Update], **options) -> Reconstruction | list[Reconstruction]:
     """The cosine attack as Geiping et al. 2020 set it: 4,800 signed Adam steps, TV, box.
 
     The paper works on normalised pictures with step 0.1 and TV weight 1e-4; on pixels, where CIFAR-10's standard
@@ -43,7 +52,7 @@ def inverting_gradients(update: Update, **options) -> Reconstruction:
     )
 
 
-def dlg(update: Update, **options) -> Reconstruction:
+def dlg(update: Update | Sequence[Update], **options) -> Reconstruction | list[Reconstruction]:
     """DLG as Zhu et al. 2019 set it: squared Euclidean distance, 300 L-BFGS steps, no prior, no box.
 
     Unlike theirs, the line search is strong Wolfe, without which most starts end in NaN. `options` are those of
@@ -65,7 +74,7 @@ def dlg(update: Update, **options) -> Reconstruction:
 
 @torch.enable_grad()
 def match_gradients(
-    update: Update,
+    update: Update | Sequence[Update],
     *,
     objective: str = "cosine",
     optimizer: str = "signed-adam",
@@ -77,14 +86,17 @@ def match_gradients(
     init: str | Tensor = "normal",
     box: bool = True,
     seed: int = 0,
-) -> Reconstruction:
+    at_once: int | None = None,
+    progress: bool | None = None,
+) -> Reconstruction | list[Reconstruction]:
     """Pictures whose gradient matches the update's.
 
     Args:
-        update: what the server received. Without labels, DLG's soft labels are optimised jointly.
+        update: what the server received. Without labels, DLG's soft labels are optimised jointly. Several updates
+            of one model, alike in all but gradient and labels, are attacked side by side and give a list of results.
         objective: "cosine" is 1 - the cosine over all parameters together, "euclidean" the squared distance.
         optimizer: "signed-adam" feeds Adam the sign of the gradient, "adam" the gradient; "lbfgs" takes up to 20
-            evaluations a step.
+            evaluations a step, one run at a time.
         tv: weight of the total variation mean |dx| + mean |dy| on pixels (pictures only).
         steps: optimiser steps of each restart.
         lr: first step size, in pixels.
@@ -93,199 +105,255 @@ def match_gradients(
         init: "normal" (mean 0.5, deviation 0.25: the paper's normal start in normalised space), "uniform", "grey",
             or pictures (n, c, h, w) to start from.
         box: keep pixels in [0, 1] (Adam only).
-        seed: of the first restart; the others count on.
+        seed: of the first start of the first update; the others count on.
+        at_once: most runs to take through the loop together; by default as many as memory and caches like.
+        progress: show a bar; by default only in a terminal.
 
     Returns:
         status "approximate", "weak gradient" or "diverged", or "not applicable" for a gradient that is not finite;
         loss is the data term of the winner, history the objective with TV at every step of the winner,
-        alternatives the pictures of the other restarts.
+        alternatives the pictures of the other restarts. Ctrl-C ends the search and gives the best so far.
     """
-    expect_update(update)
-    _check(objective, optimizer, schedule, init, steps, restarts, tv, update)
+    updates = [update] if isinstance(update, Update) else update
+    _check(objective, optimizer, schedule, init, steps, restarts, tv, at_once, updates)
     started = time.perf_counter()
-    target = list(update.gradient.values())
-    size = norm(target)
-    if not 0 < size < float("inf"):
-        status, why = "weak gradient", "every entry of the gradient is zero"
-        if size != 0:
-            status, why = "not applicable", "the gradient is not finite"
-        return Reconstruction(None, update.labels, status, why, float("nan"), [], (), 0.0)
-
-    match = _Match(update, objective, tv)
-    trials = []
-    for restart in range(restarts):
-        pixels, soft = _start(update, match, init, seed + restart)
-        run = _lbfgs if optimizer == "lbfgs" else _adam
-        # dropout in train mode draws from the global generator; fused attention has no second derivative
-        with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH):
-            torch.manual_seed(seed + restart)
-            trials.append(run(match, pixels, soft, optimizer, steps, lr, schedule, box))
-    trials.sort(key=lambda trial: trial.data if trial.data == trial.data else float("inf"))
-    best = trials[0]
-    labels = update.labels if update.labels is not None else best.labels
-    finite = best.data == best.data and best.data < float("inf")
-    if not finite or not all(value == value for value in best.history):
-        status, why = "diverged", "the objective left the finite numbers"
-    elif size < WEAK:
-        status, why = "weak gradient", f"the gradient's norm is {size:.1e}"
-    elif len(best.history) > 2 and min(best.history[1:]) >= best.history[0] > NOTHING_LEFT:
-        status, why = "diverged", "no step improved on the start; try another one or a smaller lr"
-    else:
-        of = f" of {restarts} starts" if restarts > 1 else ""
-        status, why = "approximate", f"the best match{of} after {steps} steps"
-    return Reconstruction(
-        best.pixels if finite else None,
-        labels,
-        status,
-        why,
-        best.data,
-        best.history,
-        [trial.pixels for trial in trials[1:]],
-        time.perf_counter() - started,
-    )
+    sizes = [norm(each.gradient.values()) for each in updates]
+    runs = [
+        _Run(i, each, seed + i * restarts + restart)
+        for i, each in enumerate(updates)
+        for restart in range(restarts)
+        if 0 < sizes[i] < float("inf")
+    ]
+    classes = _classes(updates)
+    search, stopped = (_lbfgs if optimizer == "lbfgs" else _adam), False
+    # dropout in train mode draws from the global generator; fused attention has no second derivative
+    with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH), _single_precision():
+        together, fast = _plan(updates[0], len(runs), 1 if optimizer == "lbfgs" else at_once, classes)
+        with tqdm(total=len(runs) * steps, unit="step", disable=None if progress is None else not progress) as bar:
+            try:
+                for first in range(0, len(runs), together):
+                    group = runs[first : first + together]
+                    torch.manual_seed(group[0].seed)
+                    match = _Match([run.update for run in group], objective, tv, fast=fast)
+                    best = _Best(*_starts(group, init, classes))
+                    try:
+                        for _ in search(match, best, optimizer, steps, lr, schedule, box):
+                            bar.update(len(group))
+                    finally:
+                        best.hand_over(group)
+            except KeyboardInterrupt:
+                stopped = True
+    taken = (time.perf_counter() - started) / len(updates)
+    results = [
+        _result(each, size, [run for run in runs if run.owner == i], steps, stopped, taken)
+        for i, (each, size) in enumerate(zip(updates, sizes, strict=True))
+    ]
+    return results[0] if isinstance(update, Update) else results
 
 
 def total_variation(pixels: Tensor) -> Tensor:
-    """Mean |difference| along rows plus along columns, over all pictures; 0 along an axis of one pixel."""
-    differences = (pixels.diff(dim=-1), pixels.diff(dim=-2))
-    return sum((difference.abs().mean() for difference in differences if difference.numel()), start=0 * pixels.sum())
+    """Mean |difference| along rows plus along columns, over (n, c, h, w); 0 along an axis of one pixel.
+
+    An axis before these four stays: one value for each batch.
+    """
+    differences = [pixels.diff(dim=dim).abs() for dim in (-1, -2) if pixels.shape[dim] > 1]
+    return sum((each.mean((-4, -3, -2, -1)) for each in differences), start=0 * pixels.sum((-4, -3, -2, -1)))
+
+
+@dataclass
+class _Run:
+    """One start for one update, and the best that came of it."""
+
+    owner: int
+    update: Update
+    seed: int
+    pixels: Tensor | None = None
+    labels: Tensor | None = None
+    data: float = float("nan")
+    history: Sequence[float] = ()
 
 
 class _Match:
-    """The objective and its gradient with respect to the pictures (and soft labels)."""
+    """The objective of several runs of one network, and its gradient with respect to their pictures."""
 
-    def __init__(self, update: Update, objective: str, tv: float):
-        self.update, self.objective, self.tv = update, objective, tv
-        self.model = working_copy(update.model, update.mode)
-        parameters = dict(self.model.named_parameters())
-        self.parameters = [parameters[name] for name in update.gradient]
-        self.target = [value.detach() for value in update.gradient.values()]
-        if objective == "cosine":  # of unit norm, so that a gradient of any size stays within its dtype's range
-            size = norm(self.target)
-            self.target = [(value.double() / size).to(value) for value in self.target]
-        self.evaluations = 0
+    def __init__(self, updates: Sequence[Update], objective: str, tv: float, *, fast: bool = True):
+        first = updates[0]
+        self.objective, self.tv, self.loss, self.runs = objective, tv, first.loss, len(updates)
+        self.labels = None if first.labels is None else torch.cat([each.labels for each in updates])
+        self.stacked = stack(first.model, first.mode, list(first.gradient), self.runs, fast=fast)
+        # its negative, since that is what is added; for the cosine of unit norm, so that a gradient of any size stays within its dtype's range
+        sizes = [norm(each.gradient.values()) if objective == "cosine" else each.scale for each in updates]
+        self.minus_target = [
+            torch.stack(
+                [(each.gradient[name].double() / -size).to(value) for each, size in zip(updates, sizes, strict=True)]
+            )
+            for name, value in first.gradient.items()
+        ]
 
-    def __call__(self, pixels: Tensor, soft: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The data term, the objective with TV, and the objective's gradient by unknown."""
-        self.evaluations += 1
+    def __call__(self, pixels: Tensor, soft: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """For pixels (runs, n, ...) and label logits (runs, n, classes), each run by itself: the data term (runs,),
+        the objective with TV (runs,), and the objective's gradient by unknown."""
+        gradient = self.gradient(pixels, soft)
+        data, direction, factor = self._match([value.detach() for value in gradient])
+        self.stacked.reads_weights = False
         unknowns = [pixels] if soft is None else [pixels, soft]
-        labels = self.update.labels if soft is None else soft.softmax(1)
-        loss = loss_of(self.model, pixels, labels, self.update.loss)
-        gradient = torch.autograd.grad(
-            loss, self.parameters, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-        data, direction = self._match([value.detach() for value in gradient])
         slopes = torch.autograd.grad(gradient, unknowns, grad_outputs=direction)
-        prior = torch.zeros_like(data)
-        if self.tv:
-            prior = self.tv * total_variation(pixels)
-            slopes = (slopes[0] + torch.autograd.grad(prior, pixels)[0], *slopes[1:])
-        return data, data + prior.detach(), list(slopes)
+        slopes = [slope * _by_run(factor, slope) for slope in slopes]
+        if not self.tv:
+            return data, data, slopes
+        prior = self.tv * total_variation(pixels)
+        slopes[0] += torch.autograd.grad(prior.sum(), pixels)[0]
+        return data, data + prior.detach(), slopes
 
-    def _match(self, gradient: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-        """The data term and v, its derivative with respect to each entry of the gradient."""
+    def gradient(self, pixels: Tensor, soft: Tensor | None = None, *, create_graph: bool = True) -> list[Tensor]:
+        """The gradient of each run's loss, a tensor (runs, ...) a parameter."""
+        labels = self.labels if soft is None else soft.softmax(2).flatten(0, 1)
+        # the mean over all pictures, times the runs, is the sum of each run's mean
+        loss = self.runs * loss_of(self.stacked.model, pixels.flatten(0, 1), labels, self.loss)
+        self.stacked.reads_weights = True
+        weights = list(self.stacked.weights.values())
+        found = torch.autograd.grad(loss, weights, create_graph=create_graph, allow_unused=True, materialize_grads=True)
+        return [value.view_as(target) for value, target in zip(found, self.minus_target, strict=True)]
+
+    def _match(self, gradient: list[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
+        """The data term, and its derivative with respect to the gradient as directions and one factor a run."""
         if self.objective == "euclidean":
-            difference = torch._foreach_sub(gradient, self.target)
-            return _dot(difference, difference), torch._foreach_mul(difference, 2.0)
-        inner, square = _dot(gradient, self.target), _dot(gradient, gradient)
-        inverse = torch.where(square > 0, square.rsqrt(), 0)  # a zero gradient has cosine 0 with everything
-        cosine = inner * inverse
-        direction = torch._foreach_mul(gradient, (cosine * inverse).to(gradient[0]))
-        torch._foreach_sub_(direction, self.target)
-        torch._foreach_mul_(direction, inverse.to(gradient[0]))
-        return 1 - cosine, direction
+            apart = torch._foreach_add(gradient, self.minus_target)
+            data = _size(apart).square()
+            return data, apart, torch.full_like(data, 2.0)
+        size = _size(gradient)
+        inverse = torch.where(size > 0, 1 / size, 0)
+        # 1 - cos(a, b) = |a - b|^2 / 2 for unit vectors, which loses no digit where the two are close
+        pairs = zip(gradient, self.minus_target, strict=True)
+        apart = [torch.addcmul(target, value, _by_run(inverse, value)) for value, target in pairs]
+        data = torch.where(size > 0, _size(apart).square() / 2, 1.0)  # a zero gradient has cosine 0 with everything
+        for difference, value in zip(apart, gradient, strict=True):
+            difference.addcmul_(value, _by_run(data * inverse, value), value=-1)
+        return data, apart, inverse
 
 
-def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    # summed in double precision: the cosine's distance from 1 is often below a thousandth
-    return torch.stack([torch.dot(a.flatten(), b.flatten()).double() for a, b in zip(left, right, strict=True)]).sum()
+def _size(tensors: list[Tensor]) -> Tensor:
+    """The norm of each run's entries over tensors (runs, ...), in double precision."""
+    return torch.stack([torch.linalg.vector_norm(each.flatten(1), dim=1).double() for each in tensors]).norm(dim=0)
+
+
+def _by_run(values: Tensor, like: Tensor) -> Tensor:
+    """One value a run, in the shape and type to multiply a tensor (runs, ...)."""
+    return values.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
 
 class _Best:
-    """The best finite iterate of one restart, kept without waiting for the device."""
+    """Where each run of a group stands and the best finite point it saw, kept without waiting for the device."""
 
     def __init__(self, pixels: Tensor, soft: Tensor | None):
-        self.state = [tensor.detach().clone() for tensor in (pixels, soft) if tensor is not None]
-        self.objective = self.data_term = torch.tensor(float("inf"), dtype=torch.float64, device=pixels.device)
+        self.pixels, self.soft = pixels, soft
+        self.unknowns = [tensor for tensor in (pixels, soft) if tensor is not None]
+        self.points = [tensor.detach().clone() for tensor in self.unknowns]
+        self.objective = torch.full((len(pixels),), float("inf"), dtype=torch.float64, device=pixels.device)
+        self.data = self.objective.clone()
         self.costs: list[Tensor] = []
 
-    def see(self, unknowns: list[Tensor], data: Tensor, objective: Tensor) -> None:
+    def see(self, data: Tensor, objective: Tensor) -> None:
+        """Take the present point where it is better."""
         better = objective < self.objective  # never true for NaN
-        self.state = [torch.where(better, new.detach(), old) for new, old in zip(unknowns, self.state, strict=True)]
-        self.objective = torch.where(better, objective, self.objective)
-        self.data_term = torch.where(better, data, self.data_term)
-        self.costs.append(objective)
+        for point, unknown in zip(self.points, self.unknowns, strict=True):
+            point.copy_(torch.where(better.view(-1, *[1] * (point.ndim - 1)), unknown.detach(), point))
+        self.objective.copy_(torch.where(better, objective, self.objective))
+        self.data.copy_(torch.where(better, data, self.data))
 
-    @property
-    def pixels(self) -> Tensor:
-        return self.state[0]
-
-    @property
-    def labels(self) -> Tensor | None:
-        return self.state[1].argmax(1) if len(self.state) > 1 else None
-
-    @property
-    def data(self) -> float:
-        return float(self.data_term)
-
-    @property
-    def history(self) -> list[float]:
-        return torch.stack(self.costs).tolist()
+    def hand_over(self, group: list[_Run]) -> None:
+        """Give each run its best point and its history."""
+        if not self.costs:
+            return
+        costs, data = torch.stack(self.costs, 1).tolist(), self.data.tolist()
+        for k, run in enumerate(group):
+            run.pixels, run.data, run.history = self.points[0][k], data[k], costs[k]
+            run.labels = self.points[1][k].argmax(1) if self.soft is not None else None
 
 
 def _adam(
-    match: _Match, pixels: Tensor, soft: Tensor | None, optimizer: str, steps: int, lr: float, schedule: str, box: bool
-) -> _Best:
-    unknowns = [tensor for tensor in (pixels, soft) if tensor is not None]
-    adam = torch.optim.Adam(unknowns, lr)
+    match: _Match, best: _Best, optimizer: str, steps: int, lr: float, schedule: str, box: bool
+) -> Iterator[None]:
+    on_gpu = best.pixels.is_cuda
+    rate = torch.tensor(lr, device=best.pixels.device) if on_gpu else lr  # a captured step reads it from the device
+    adam = torch.optim.Adam(best.unknowns, rate, capturable=on_gpu)
     decay = torch.optim.lr_scheduler.LambdaLR(adam, _decay(schedule, steps))
-    best = _Best(pixels, soft)
-    for _ in range(steps):
-        data, objective, slopes = match(pixels, soft)
-        best.see(unknowns, data, objective)
-        for unknown, gradient in zip(unknowns, slopes, strict=True):
-            unknown.grad = gradient.sign() if optimizer == "signed-adam" else gradient
+
+    def step() -> Tensor:
+        data, objective, slopes = match(best.pixels, best.soft)
+        best.see(data, objective)
+        for unknown, slope in zip(best.unknowns, slopes, strict=True):
+            unknown.grad = slope.sign() if optimizer == "signed-adam" else slope
         adam.step()
-        decay.step()
         if box:
             with torch.no_grad():
-                pixels.clamp_(0, 1)
-    data, objective, _ = match(pixels, soft)
-    best.see(unknowns, data, objective)
-    return best
+                best.pixels.clamp_(0, 1)
+        return objective
+
+    for i in range(steps):
+        if on_gpu and i == EAGER_STEPS:
+            step = _captured(step)
+        best.costs.append(step().clone())
+        decay.step()
+        yield
+    data, objective, _ = match(best.pixels, best.soft)
+    best.see(data, objective)
+    best.costs.append(objective)
+
+
+def _captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The step as one CUDA graph, whose launch costs what one kernel does; itself where a layer forbids it."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            objective = step()
+    except RuntimeError:
+        return step
+
+    def replay() -> Tensor:
+        graph.replay()
+        return objective
+
+    return replay
 
 
 def _lbfgs(
-    match: _Match, pixels: Tensor, soft: Tensor | None, optimizer: str, steps: int, lr: float, schedule: str, box: bool
-) -> _Best:
-    unknowns = [tensor for tensor in (pixels, soft) if tensor is not None]
-    lbfgs = torch.optim.LBFGS(
-        unknowns,
-        lr,
-        max_iter=LBFGS_EVALUATIONS,
-        history_size=100,
-        tolerance_grad=0,
-        tolerance_change=0,
-        line_search_fn="strong_wolfe",
-    )
-    decay = torch.optim.lr_scheduler.LambdaLR(lbfgs, _decay(schedule, steps))
-    best = _Best(pixels, soft)
+    match: _Match, best: _Best, optimizer: str, steps: int, lr: float, schedule: str, box: bool
+) -> Iterator[None]:
+    decay = _decay(schedule, steps)
+    lbfgs = None
 
-    def closure():
-        data, objective, slopes = match(pixels, soft)
-        best.see(unknowns, data, objective)
-        for unknown, gradient in zip(unknowns, slopes, strict=True):
-            unknown.grad = gradient
-        return objective
+    def closure() -> Tensor:
+        data, objective, slopes = match(best.pixels, best.soft)
+        best.see(data, objective)
+        best.costs.append(objective)
+        for unknown, slope in zip(best.unknowns, slopes, strict=True):
+            unknown.grad = slope
+        return objective[0]
 
-    for _ in range(steps):
+    for i in range(steps):
+        fresh = lbfgs is None
+        if fresh:
+            lbfgs = torch.optim.LBFGS(
+                best.unknowns,
+                max_iter=LBFGS_EVALUATIONS,
+                history_size=100,
+                tolerance_grad=0,
+                tolerance_change=0,
+                line_search_fn="strong_wolfe",
+            )
+        lbfgs.param_groups[0]["lr"] = lr * decay(i)
         before = float(best.objective)
         lbfgs.step(closure)
-        decay.step()
-        after = float(best.objective)
-        if not torch.isfinite(pixels).all() or after == before:
-            break  # NaN, or nothing gained by a whole step: more of them change nothing
-    return best
+        yield
+        if float(best.objective) < before:
+            continue
+        if fresh:
+            return  # nothing gained from the best point by the gradient alone: more steps change nothing
+        lbfgs = None  # NaN, or stuck: begin again from the best finite point
+        with torch.no_grad():
+            for unknown, point in zip(best.unknowns, best.points, strict=True):
+                unknown.copy_(point)
 
 
 def _decay(schedule: str, steps: int) -> Callable[[int], float]:
@@ -296,30 +364,151 @@ def _decay(schedule: str, steps: int) -> Callable[[int], float]:
     return lambda step: 0.1 ** sum(step >= steps * eighths // 8 for eighths in (3, 5, 7))
 
 
-def _start(update: Update, match: _Match, init: str | Tensor, seed: int) -> tuple[Tensor, Tensor | None]:
-    like = match.parameters[0]
-    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that every device starts alike
-    shape = (update.batch_size, *update.input_shape)
+def _starts(group: list[_Run], init: str | Tensor, classes: int) -> tuple[Tensor, Tensor | None]:
+    """Pixels (runs, n, ...) and, for unknown labels, their logits (runs, n, classes)."""
+    update = group[0].update
+    like = next(iter(update.gradient.values()))
+    pixels, soft = [], []
+    for run in group:
+        generator = torch.Generator().manual_seed(run.seed)  # on the CPU, so that every device starts alike
+        pixels.append(_start(init, (update.batch_size, *update.input_shape), generator))
+        soft.append(torch.randn(update.batch_size, classes, generator=generator))
+    hidden = torch.stack(soft).to(like).requires_grad_(True) if update.labels is None else None
+    return torch.stack(pixels).to(like).requires_grad_(True), hidden
+
+
+def _start(init: str | Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if isinstance(init, Tensor):
-        pixels = init.detach().clone()
-    elif init == "grey":
-        pixels = torch.full(shape, 0.5)
-    elif init == "uniform":
-        pixels = torch.rand(shape, generator=generator)
-    else:
-        pixels = 0.5 + 0.25 * torch.randn(shape, generator=generator)
+        return init.detach().clone()
+    if init == "grey":
+        return torch.full(shape, 0.5)
+    if init == "uniform":
+        return torch.rand(shape, generator=generator)
+    return 0.5 + 0.25 * torch.randn(shape, generator=generator)
+
+
+def _plan(update: Update, runs: int, at_once: int | None, classes: int) -> tuple[int, bool]:
+    """How many runs to take together, and whether through the layers of `double_backward`.
+
+    Those are used only where they give autograd's gradient on two random pictures: a network that mixes its
+    batch, or reads a weight outside its layer, is attacked one run at a time or by plain autograd.
+    """
+    pixels, soft = _starts([_Run(0, update, seed) for seed in range(2)], "uniform", classes)
+
+    def gradient(which: slice, fast: bool) -> list[Tensor]:
+        match = _Match([update] * len(pixels[which]), "euclidean", 0.0, fast=fast)
+        return match.gradient(pixels[which], None if soft is None else soft[which], create_graph=False)
+
+    saved: dict[int, int] = {}
+
+    def weigh(tensor: Tensor) -> Tensor:
+        saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
+        first = gradient(slice(0, 1), fast=False)
+    second = gradient(slice(1, 2), fast=False)
+    truth = [torch.cat(pair) for pair in zip(first, second, strict=True)]
+
+    def agrees(together: int) -> bool:
+        try:
+            found = gradient(slice(0, together), fast=True)
+        except Exception:  # whatever a network does that these layers do not expect, plain autograd can do
+            return False
+        expected = [value[:together] for value in truth]
+        tolerance = torch.finfo(expected[0].dtype).eps ** 0.5
+        return bool((_size(torch._foreach_sub(found, expected)) <= tolerance * _size(expected)).all())
+
+    if runs > 1 and at_once != 1 and agrees(2):
+        # per run: the gradient, the target, the direction and their like; activations of both passes
+        size = 8 * sum(value.nbytes for value in first) + 4 * sum(saved.values())
+        return min(runs, at_once or max(1, int(_room(first[0].device) / size))), True
+    return 1, sum(value.numel() for value in first) >= WORTH_IT and agrees(1)
+
+
+def _room(device: torch.device) -> float:
+    """Bytes for the runs that go through the network together."""
+    return 0.8 * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else CPU_ROOM
+
+
+@contextlib.contextmanager
+def _single_precision() -> Iterator[None]:
+    """Convolutions of CUDA without TF32, unless `torch.set_float32_matmul_precision` asks for less than "highest"."""
+    cudnn = torch.backends.cudnn
+    allowed = torch.get_float32_matmul_precision() != "highest"
+    with cudnn.flags(cudnn.enabled, not cudnn.deterministic, cudnn.benchmark_limit, cudnn.deterministic, allowed):
+        yield
+
+
+def _classes(updates: Sequence[Update]) -> int:
+    """How many outputs the network has. Raises ValueError where pictures or labels do not fit it."""
+    update = updates[0]
+    like = next(iter(update.gradient.values()))
+    pixels = torch.zeros((update.batch_size, *update.input_shape), dtype=like.dtype, device=like.device)
     with torch.no_grad():
-        classes = outputs_of(match.model.eval(), torch.zeros(shape, dtype=like.dtype, device=like.device)).shape[1]
-    match.model.train(update.mode == "train")
-    soft = None
-    if update.labels is not None and update.loss == "cross_entropy" and update.labels.max() >= classes:
-        raise ValueError(f"labels must lie in 0 to {classes - 1} for this model, got {update.labels.max().item()}")
-    if update.labels is None:
-        soft = torch.randn(update.batch_size, classes, generator=generator).to(like).requires_grad_(True)
-    return pixels.to(like).requires_grad_(True), soft
+        classes = outputs_of(working_copy(update.model, "eval"), pixels).shape[1]
+    for each in updates:
+        if each.labels is not None and each.loss == "cross_entropy" and each.labels.max() >= classes:
+            raise ValueError(f"labels must lie in 0 to {classes - 1} for this model, got {each.labels.max().item()}")
+    return classes
 
 
-def _check(objective, optimizer, schedule, init, steps, restarts, tv, update) -> None:
+def _result(update: Update, size: float, runs: list[_Run], steps: int, stopped: bool, seconds: float) -> Reconstruction:
+    """What the runs of one update found."""
+    if not runs:
+        status, why = "weak gradient", "every entry of the gradient is zero"
+        if size != 0:
+            status, why = "not applicable", "the gradient is not finite"
+        return Reconstruction(None, update.labels, status, why, float("nan"), [], (), seconds)
+    begun = sorted((run for run in runs if run.history), key=lambda run: run.data)  # infinite where never finite
+    if not begun:
+        return Reconstruction(
+            None, update.labels, "not applicable", "stopped before its first step", float("nan"), [], (), seconds
+        )
+    best = begun[0]
+    finite = best.data < float("inf")
+    if not finite or not all(value == value for value in best.history):
+        status, why = "diverged", "the objective left the finite numbers"
+    elif size < WEAK:
+        status, why = "weak gradient", f"the gradient's norm is {size:.1e}"
+    elif len(best.history) > 2 and min(best.history[1:]) >= best.history[0] > NOTHING_LEFT:
+        status, why = "diverged", "no step improved on the start; try another one or a smaller lr"
+    else:
+        of = f" of {len(begun)} starts" if len(begun) > 1 else ""
+        status, why = "approximate", f"the best match{of} after {steps} steps"
+    if lost := sum(not run.data < float("inf") for run in begun):
+        why += f"; {lost} of {len(begun)} starts never had a finite objective"
+    if stopped:
+        why += "; stopped early"
+    return Reconstruction(
+        best.pixels if finite else None,
+        update.labels if update.labels is not None else best.labels,
+        status,
+        why,
+        best.data,
+        best.history,
+        [run.pixels for run in begun[1:]],
+        seconds,
+    )
+
+
+def _check(objective, optimizer, schedule, init, steps, restarts, tv, at_once, updates) -> None:
+    if not isinstance(updates, Sequence) or not updates:
+        raise ValueError(f"update must be an Update or a list of them, got {updates!r}")
+    for each in updates:
+        expect_update(each)
+    first = updates[0]
+    for name in ("input_shape", "batch_size", "loss", "mode"):
+        if any(getattr(each, name) != getattr(first, name) for each in updates):
+            raise ValueError(
+                f"updates attacked together must share {name}, got {[getattr(each, name) for each in updates]}"
+            )
+    if any(each.model is not first.model or list(each.gradient) != list(first.gradient) for each in updates):
+        raise ValueError(
+            "updates attacked together must be of one and the same model, with gradients of the same names"
+        )
+    if any((each.labels is None) != (first.labels is None) for each in updates):
+        raise ValueError("updates attacked together must all have labels or all hide them")
     for argument, value, allowed in (
         ("objective", objective, OBJECTIVES),
         ("optimizer", optimizer, OPTIMIZERS),
@@ -330,12 +519,14 @@ def _check(objective, optimizer, schedule, init, steps, restarts, tv, update) ->
     if not isinstance(init, Tensor) and (not isinstance(init, str) or init not in INITS):
         got = repr(init) if isinstance(init, str) else type(init).__name__
         raise ValueError(f"init must be one of {', '.join(INITS)} or a tensor of pictures, got {got}")
-    shape = (update.batch_size, *update.input_shape)
+    shape = (first.batch_size, *first.input_shape)
     if isinstance(init, Tensor) and tuple(init.shape) != shape:
         raise ValueError(f"init must have shape {shape}, got {tuple(init.shape)}")
     if steps < 1 or restarts < 1:
         raise ValueError(f"steps and restarts must be at least 1, got {steps} and {restarts}")
-    if tv < 0 or (tv and len(update.input_shape) != 3):
+    if at_once is not None and at_once < 1:
+        raise ValueError(f"at_once must be at least 1, got {at_once}")
+    if tv < 0 or (tv and len(first.input_shape) != 3):
         raise ValueError(f"tv must be at least 0, and 0 for inputs that are no pictures, got {tv}")
-    if update.labels is None and update.loss == "logistic":
+    if first.labels is None and first.loss == "logistic":
         raise ValueError("labels must be known with loss='logistic', got None: reveal them in the update")
