@@ -30,7 +30,7 @@ VICTIMS = sorted(set(public_functions(victims)) - {"trained"})  # `trained` load
 ATTACKS = {
     name: function
     for name, function in public_functions(attacks).items()
-    if inspect.signature(function).return_annotation is Reconstruction
+    if Reconstruction.__name__ in str(inspect.signature(function).return_annotation)
 }
 OPTIONS = {name: {} if name == "walk_back" else {"steps": 4} for name in ATTACKS}
 

@@ -20,6 +20,8 @@ from gradinv.client import working_copy
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 # Convolutions with at most this many weights go through one grouped call for all runs; larger ones are faster in turn.
 GROUPED = 2**17
+# Where a convolution has at most this many output pixels, its weight gradient is one matrix product over patches.
+FEW_PIXELS = 128
 
 
 @dataclass
@@ -189,6 +191,11 @@ def _weight_gradient(slope: Tensor, x: Tensor, weight: Tensor, geometry: tuple) 
     if _grouped(weight):
         shape, geometry = weight.flatten(0, 1).shape, _groups(geometry, runs)
         return conv2d_weight(_merge(x, runs), shape, _merge(slope, runs), *geometry).view(weight.shape)
+    stride, padding, dilation, groups = geometry
+    if groups == 1 and slope[0, 0].numel() <= FEW_PIXELS:
+        patches = functional.unfold(x, weight.shape[-2:], dilation, padding, stride)
+        by_run = [each.unflatten(0, (runs, -1)).transpose(1, 2).flatten(2) for each in (slope.flatten(2), patches)]
+        return torch.bmm(by_run[0], by_run[1].transpose(1, 2)).view(weight.shape)
     parts = zip(x.chunk(runs), slope.chunk(runs), strict=True)
     return _join([conv2d_weight(part, weight.shape[1:], s, *geometry)[None] for part, s in parts])
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
+from gradinv.attacks import lbfgs
 from gradinv.attacks.double_backward import stack
 from gradinv.attacks.reconstruction import WEAK, Reconstruction, norm
 from gradinv.client import Update, expect_update, loss_of, outputs_of, working_copy
@@ -27,9 +28,9 @@ SCHEDULES = ("step", "linear", "constant")
 INITS = ("normal", "uniform", "grey")
 NOTHING_LEFT = 1e-12  # an objective below this is rounding, so a start at the answer has not diverged
 EAGER_STEPS = 3  # before a step is captured: what is made on first use must be there
-CPU_ROOM = 2**26  # bytes of work that still gain from going together; more only leaves the caches
+CPU_ROOM = 2**30  # bytes for the runs that go through the network together
 WORTH_IT = 10**6  # weights; below, one run alone loses more to calls of Python than the fast layers save
-LBFGS_EVALUATIONS = 20  # per step, PyTorch's default, as DLG's code uses it
+LBFGS_ITERATIONS = 20  # per step, PyTorch's default, as DLG's code uses it
 
 
 def inverting_gradients(update: Update | Sequence[Update], **options) -> Reconstruction | list[Reconstruction]:
@@ -95,8 +96,8 @@ def match_gradients(
         update: what the server received. Without labels, DLG's soft labels are optimised jointly. Several updates
             of one model, alike in all but gradient and labels, are attacked side by side and give a list of results.
         objective: "cosine" is 1 - the cosine over all parameters together, "euclidean" the squared distance.
-        optimizer: "signed-adam" feeds Adam the sign of the gradient, "adam" the gradient; "lbfgs" takes up to 20
-            evaluations a step, one run at a time.
+        optimizer: "signed-adam" feeds Adam the sign of the gradient, "adam" the gradient; "lbfgs" takes 20
+            iterations a step and searches their lengths, so that lr, schedule and box do not apply.
         tv: weight of the total variation mean |dx| + mean |dy| on pixels (pictures only).
         steps: optimiser steps of each restart.
         lr: first step size, in pixels.
@@ -128,7 +129,7 @@ def match_gradients(
     search, stopped = (_lbfgs if optimizer == "lbfgs" else _adam), False
     # dropout in train mode draws from the global generator; fused attention has no second derivative
     with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH), _single_precision():
-        together, fast = _plan(updates[0], len(runs), 1 if optimizer == "lbfgs" else at_once, classes)
+        together, fast = _plan(updates[0], len(runs), at_once, classes)
         with tqdm(total=len(runs) * steps, unit="step", disable=None if progress is None else not progress) as bar:
             try:
                 for first in range(0, len(runs), together):
@@ -137,8 +138,8 @@ def match_gradients(
                     match = _Match([run.update for run in group], objective, tv, fast=fast)
                     best = _Best(*_starts(group, init, classes))
                     try:
-                        for _ in search(match, best, optimizer, steps, lr, schedule, box):
-                            bar.update(len(group))
+                        for taken in search(match, best, optimizer, steps, lr, schedule, box):
+                            bar.update(taken)
                     finally:
                         best.hand_over(group)
             except KeyboardInterrupt:
@@ -181,7 +182,7 @@ class _Match:
         self.objective, self.tv, self.loss, self.runs = objective, tv, first.loss, len(updates)
         self.labels = None if first.labels is None else torch.cat([each.labels for each in updates])
         self.stacked = stack(first.model, first.mode, list(first.gradient), self.runs, fast=fast)
-        # its negative, since that is what is added; for the cosine of unit norm, so that a gradient of any size stays within its dtype's range
+        # For the cosine of unit norm, so that a gradient of any size stays within its dtype's range.
         sizes = [norm(each.gradient.values()) if objective == "cosine" else each.scale for each in updates]
         self.minus_target = [
             torch.stack(
@@ -189,6 +190,8 @@ class _Match:
             )
             for name, value in first.gradient.items()
         ]
+
+        self.apart = [torch.empty_like(value) for value in self.minus_target]  # fresh memory each time would cost more
 
     def __call__(self, pixels: Tensor, soft: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
         """For pixels (runs, n, ...) and label logits (runs, n, classes), each run by itself: the data term (runs,),
@@ -217,22 +220,25 @@ class _Match:
 
     def _match(self, gradient: list[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
         """The data term, and its derivative with respect to the gradient as directions and one factor a run."""
+        together = list(zip(self.minus_target, gradient, self.apart, strict=True))
         if self.objective == "euclidean":
-            apart = torch._foreach_add(gradient, self.minus_target)
-            data = _size(apart).square()
-            return data, apart, torch.full_like(data, 2.0)
+            for target, value, apart in together:
+                torch.add(target, value, out=apart)
+            data = _size(self.apart).square()
+            return data, self.apart, torch.full_like(data, 2.0)
         size = _size(gradient)
-        inverse = torch.where(size > 0, 1 / size, 0)
+        inverse = torch.where(size == 0, 0, 1 / size)
         # 1 - cos(a, b) = |a - b|^2 / 2 for unit vectors, which loses no digit where the two are close
-        pairs = zip(gradient, self.minus_target, strict=True)
-        apart = [torch.addcmul(target, value, _by_run(inverse, value)) for value, target in pairs]
-        data = torch.where(size > 0, _size(apart).square() / 2, 1.0)  # a zero gradient has cosine 0 with everything
-        for difference, value in zip(apart, gradient, strict=True):
-            difference.addcmul_(value, _by_run(data * inverse, value), value=-1)
-        return data, apart, inverse
+        for target, value, apart in together:
+            torch.addcmul(target, value, _by_run(inverse, value), out=apart)
+        # a zero gradient has cosine 0 with everything
+        data = torch.where(size == 0, 1.0, _size(self.apart).square() / 2)
+        for _, value, apart in together:
+            apart.addcmul_(value, _by_run(data * inverse, value), value=-1)
+        return data, self.apart, inverse
 
 
-def _size(tensors: list[Tensor]) -> Tensor:
+def _size(tensors: Sequence[Tensor]) -> Tensor:
     """The norm of each run's entries over tensors (runs, ...), in double precision."""
     return torch.stack([torch.linalg.vector_norm(each.flatten(1), dim=1).double() for each in tensors]).norm(dim=0)
 
@@ -252,6 +258,7 @@ class _Best:
         self.objective = torch.full((len(pixels),), float("inf"), dtype=torch.float64, device=pixels.device)
         self.data = self.objective.clone()
         self.costs: list[Tensor] = []
+        self.lengths: list[int] | None = None  # of each run's costs, where it ends before the others
 
     def see(self, data: Tensor, objective: Tensor) -> None:
         """Take the present point where it is better."""
@@ -267,13 +274,11 @@ class _Best:
             return
         costs, data = torch.stack(self.costs, 1).tolist(), self.data.tolist()
         for k, run in enumerate(group):
-            run.pixels, run.data, run.history = self.points[0][k], data[k], costs[k]
+            run.pixels, run.data, run.history = self.points[0][k], data[k], costs[k][: self.lengths and self.lengths[k]]
             run.labels = self.points[1][k].argmax(1) if self.soft is not None else None
 
 
-def _adam(
-    match: _Match, best: _Best, optimizer: str, steps: int, lr: float, schedule: str, box: bool
-) -> Iterator[None]:
+def _adam(match: _Match, best: _Best, optimizer: str, steps: int, lr: float, schedule: str, box: bool) -> Iterator[int]:
     on_gpu = best.pixels.is_cuda
     rate = torch.tensor(lr, device=best.pixels.device) if on_gpu else lr  # a captured step reads it from the device
     adam = torch.optim.Adam(best.unknowns, rate, capturable=on_gpu)
@@ -295,7 +300,7 @@ def _adam(
             step = _captured(step)
         best.costs.append(step().clone())
         decay.step()
-        yield
+        yield len(best.pixels)
     data, objective, _ = match(best.pixels, best.soft)
     best.see(data, objective)
     best.costs.append(objective)
@@ -319,41 +324,28 @@ def _captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def _lbfgs(
     match: _Match, best: _Best, optimizer: str, steps: int, lr: float, schedule: str, box: bool
-) -> Iterator[None]:
-    decay = _decay(schedule, steps)
-    lbfgs = None
-
-    def closure() -> Tensor:
+) -> Iterator[int]:
+    """One search a run; the points they ask for go through the network together."""
+    per_run = torch.cat([unknown.detach().flatten(1) for unknown in best.unknowns], 1)
+    searches = [lbfgs.minimise(x.clone(), LBFGS_ITERATIONS * steps) for x in per_run]
+    asked = {k: next(search) for k, search in enumerate(searches)}
+    best.lengths = [0] * len(searches)
+    while asked:
+        per_run[list(asked)] = torch.stack(list(asked.values()))
+        parts = per_run.split([unknown[0].numel() for unknown in best.unknowns], 1)
+        for unknown, part in zip(best.unknowns, parts, strict=True):
+            unknown.detach().copy_(part.view_as(unknown))
         data, objective, slopes = match(best.pixels, best.soft)
         best.see(data, objective)
         best.costs.append(objective)
-        for unknown, slope in zip(best.unknowns, slopes, strict=True):
-            unknown.grad = slope
-        return objective[0]
-
-    for i in range(steps):
-        fresh = lbfgs is None
-        if fresh:
-            lbfgs = torch.optim.LBFGS(
-                best.unknowns,
-                max_iter=LBFGS_EVALUATIONS,
-                history_size=100,
-                tolerance_grad=0,
-                tolerance_change=0,
-                line_search_fn="strong_wolfe",
-            )
-        lbfgs.param_groups[0]["lr"] = lr * decay(i)
-        before = float(best.objective)
-        lbfgs.step(closure)
-        yield
-        if float(best.objective) < before:
-            continue
-        if fresh:
-            return  # nothing gained from the best point by the gradient alone: more steps change nothing
-        lbfgs = None  # NaN, or stuck: begin again from the best finite point
-        with torch.no_grad():
-            for unknown, point in zip(best.unknowns, best.points, strict=True):
-                unknown.copy_(point)
+        values, slope = objective.tolist(), torch.cat([each.flatten(1) for each in slopes], 1)
+        for k in list(asked):
+            best.lengths[k] += 1
+            try:
+                asked[k] = searches[k].send((values[k], slope[k]))
+            except StopIteration:
+                del asked[k]  # its place in the network stays, unread
+        yield len(asked)
 
 
 def _decay(schedule: str, steps: int) -> Callable[[int], float]:
@@ -422,13 +414,13 @@ def _plan(update: Update, runs: int, at_once: int | None, classes: int) -> tuple
     if runs > 1 and at_once != 1 and agrees(2):
         # per run: the gradient, the target, the direction and their like; activations of both passes
         size = 8 * sum(value.nbytes for value in first) + 4 * sum(saved.values())
-        return min(runs, at_once or max(1, int(_room(first[0].device) / size))), True
+        return min(runs, at_once or max(1, _room(first[0].device) // size)), True
     return 1, sum(value.numel() for value in first) >= WORTH_IT and agrees(1)
 
 
-def _room(device: torch.device) -> float:
+def _room(device: torch.device) -> int:
     """Bytes for the runs that go through the network together."""
-    return 0.8 * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else CPU_ROOM
+    return torch.cuda.mem_get_info(device)[0] * 4 // 5 if device.type == "cuda" else CPU_ROOM
 
 
 @contextlib.contextmanager
@@ -476,7 +468,8 @@ def _result(update: Update, size: float, runs: list[_Run], steps: int, stopped: 
     else:
         of = f" of {len(begun)} starts" if len(begun) > 1 else ""
         status, why = "approximate", f"the best match{of} after {steps} steps"
-    if lost := sum(not run.data < float("inf") for run in begun):
+    lost = sum(not run.data < float("inf") for run in begun)
+    if finite and lost:
         why += f"; {lost} of {len(begun)} starts never had a finite objective"
     if stopped:
         why += "; stopped early"
