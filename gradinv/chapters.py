@@ -25,14 +25,13 @@ import torch
 import yaml
 from papermill.exceptions import PapermillExecutionError
 
-from gradinv import claims
+from gradinv import claims, data
 from gradinv.files import write_atomically
 
 PACKAGE = pathlib.Path(__file__).parent
 ROOT = PACKAGE.parent
 NOTEBOOKS = ROOT / "notebooks"
 RUNS = ROOT / "_build/runs"
-DEVICES = ("auto", "cpu", "cuda")
 RUNNER = ("chapters.py", "__main__.py")
 KEPT_METADATA = ("tags", "mystnb")
 RECORDED_VERSIONS = ("torch", "torchvision", "numpy", "scipy", "matplotlib")
@@ -211,15 +210,15 @@ def _record(chapter: str, scale: str, device: str, seed: int, seconds: float, ro
             f"{chapter} must record each of its claims once; the ledger has {sorted(expected)}, "
             f"it recorded {sorted(found)}"
         )
-    cuda = torch.cuda.is_available() and device != "cpu"
+    chosen = data.device(device)
     return {
         "chapter": chapter,
         "scale": scale,
         "seed": seed,
         "seconds": round(seconds, 1),
-        "device": "cuda" if cuda else "cpu",
+        "device": chosen.type,
         "device_name": torch.cuda.get_device_name()
-        if cuda
+        if chosen.type == "cuda"
         else f"CPU, {threads()} thread{'s' if threads() > 1 else ''}",
         "threads": threads(),
         "date": datetime.date.today().isoformat(),
@@ -271,10 +270,7 @@ def _checked(chosen: Sequence[str], scale: str, device: str, seed: int, budget: 
             raise ValueError(f"chapter must be one of {', '.join(known)}, got {chapter!r}")
     if scale not in claims.SCALES:
         raise ValueError(f"scale must be one of {', '.join(claims.SCALES)}, got {scale!r}")
-    if device not in DEVICES:
-        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but PyTorch sees no CUDA device here; use --device auto or cpu")
+    data.device(device)  # raises for one that is unknown or not here
     if seed < 0:
         raise ValueError(f"seed must not be negative, got {seed}")
     if budget is not None and budget <= 0:

@@ -73,7 +73,7 @@ class Verdict:
     @property
     def found(self) -> str:
         """The measured values in words."""
-        return ", ".join(f"{name} = {_short(value)}" for name, value in self.values.items())
+        return in_words(self.values)
 
 
 @functools.cache
@@ -150,6 +150,13 @@ def table(verdicts) -> pd.DataFrame:
     )
 
 
+def in_words(values: Mapping[str, Any]) -> str:
+    """Measured values as a line of text, with four digits where they are not whole: "psnr = 21.35, count = 7"."""
+    return ", ".join(
+        f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}" for name, value in values.items()
+    )
+
+
 def glue(name: str, value) -> None:
     """Store a value in the notebook under a name, so that any page of the book can print it with `{glue:text}`.
 
@@ -211,7 +218,3 @@ def _holds(claim: Claim, rule: str, values: Mapping[str, Any]) -> bool:
         return answer
     except Exception as error:
         raise ValueError(f"the rule of {claim.id} ({rule}) cannot be judged from {sorted(values)}: {error}") from error
-
-
-def _short(value) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -42,6 +42,7 @@ PHOTOS = {
     "flower": "sklearn/datasets/images/flower.jpg",
 }
 SQUARE = 224
+DEVICES = ("auto", "cpu", "cuda")
 NAMES = ("cifar10", "cifar100", "mnist", "imagenet", "photos")
 FETCHABLE = ("cifar10", "cifar100", "mnist")
 
@@ -78,6 +79,18 @@ class Images:
 def directory() -> pathlib.Path:
     """Where fetched files live: `$GRADINV_DATA`, else `~/.cache/gradinv`."""
     return pathlib.Path(os.environ.get("GRADINV_DATA") or pathlib.Path.home() / ".cache/gradinv")
+
+
+def device(name: str = "auto") -> torch.device:
+    """The device called "cpu" or "cuda"; "auto" is CUDA where there is one, else the CPU.
+
+    Raises ValueError for another name, or for "cuda" where there is none.
+    """
+    if name not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but PyTorch finds no CUDA device here: use 'auto' or 'cpu'")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def load(

@@ -218,6 +218,13 @@ def test_table_shows_both_figures():
     assert line["passes when"] == "value > 1" and line["verdict"] == "not reproduced"
 
 
+def test_values_in_words():
+    values = {"third": 1 / 3, "large": 123456.0, "whole": 1234567, "flag": True, "name": "cpu", "none": float("nan")}
+    expected = "third = 0.3333, large = 1.235e+05, whole = 1234567, flag = True, name = cpu, none = nan"
+    assert claims.in_words(values) == claims.judge(claim(None), values, "smoke").found == expected
+    assert claims.in_words({}) == ""
+
+
 def test_overview_has_a_row_a_claim(row):
     runs = [
         {"chapter": "b", "scale": "full", "claims": [{"id": "a.claim", "verdict": "partly"}]},

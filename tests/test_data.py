@@ -103,6 +103,30 @@ def test_without_the_package_that_ships_them(monkeypatch):
         data.load("photos")
 
 
+# --- the device ---
+
+
+@pytest.mark.parametrize(("here", "chosen"), [(True, "cuda"), (False, "cpu")])
+def test_auto_is_cuda_where_there_is_one(monkeypatch, here, chosen):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
+    assert data.device("auto") == data.device() == torch.device(chosen)
+    assert data.device("cpu") == torch.device("cpu")
+
+
+def test_cuda_is_never_replaced_by_another_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert data.device("cuda") == torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device is 'cuda', but PyTorch finds no CUDA device here: use 'auto'"):
+        data.device("cuda")
+
+
+@pytest.mark.parametrize("name", ["tpu", "CPU", "", "cuda:0"])
+def test_an_unknown_device_is_named(name):
+    with pytest.raises(ValueError, match=f"device must be one of auto, cpu, cuda, got {name!r}"):
+        data.device(name)
+
+
 # --- pictures put in place ---
 
 

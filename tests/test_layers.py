@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from networks import Recurrent
 from torch import nn
 from torch.nn import functional
 
@@ -107,14 +108,6 @@ def test_a_layer_called_by_keyword():
 
 
 def test_a_recurrent_layer_gives_its_first_output():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
-
-        def forward(self, x):
-            return self.head(self.cell(x.squeeze(1))[0][:, -1])
-
     cell, head = layers.read(Recurrent(), (1, 3, 4))
     assert cell.output_shape == (3, 5) and head.input_shape == (5,) and not head.follows
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import math
+import warnings
 
 import pytest
 import torch
@@ -134,6 +135,7 @@ def test_a_part_of_the_gradient_is_matched_alone():
     assert cost_at(part, pixels, "cosine") == pytest.approx(reference(part, pixels, "cosine").item(), rel=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:the gradient is 0.5 times")
 def test_half_the_loss_halves_the_gradient():
     model, truth = network("dense"), pictures()
     update = client.gradient(model, truth, torch.tensor([2]))
@@ -468,23 +470,185 @@ def test_running_statistics_stay_as_they_were():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_memory_does_not_grow_with_the_steps():
-    counts = {}
+@pytest.mark.parametrize("optimizer", ["signed-adam", "lbfgs"])
+def test_memory_does_not_grow_with_the_steps(optimizer):
+    held = {}
 
     class Counting(nn.Sequential):
         calls = 0
 
         def forward(self, x):
             self.calls += 1
-            if self.calls in (20, 120):
+            if self.calls in (10, 300):
                 gc.collect()
-                tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
-                counts[self.calls] = sum(tensor.numel() > 1 for tensor in tensors)
+                tensors = (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
+                held[self.calls] = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
             return super().forward(x)
 
-    update = client.gradient(Counting(*network("dense")), pictures(), torch.tensor([1]))
-    attacks.match_gradients(update, steps=130, tv=TV)
-    assert set(counts) == {20, 120} and counts[120] <= counts[20]
+    layers = (nn.Conv2d(3, 4, 5, 2), nn.Sigmoid(), nn.Flatten(), nn.Linear(4 * 14 * 14, 10))
+    model = Counting(*layers)
+    updates = [client.gradient(model, torch.rand(1, 3, 32, 32), torch.tensor([i])) for i in range(2)]
+    attacks.match_gradients(updates, steps=320 if optimizer != "lbfgs" else 20, tv=TV, optimizer=optimizer)
+    assert set(held) == {10, 300} and held[300] <= 1.05 * held[10]
+
+
+# --- many at once ---
+
+SEARCHES = [
+    {"optimizer": "signed-adam", "schedule": "linear", "tv": TV},
+    {"optimizer": "adam", "objective": "euclidean", "schedule": "constant"},
+    {"optimizer": "lbfgs", "objective": "euclidean"},
+]
+
+
+@pytest.mark.parametrize("at_once", [None, 1, 2])
+@pytest.mark.parametrize("reveal", [True, False])
+@pytest.mark.parametrize("options", SEARCHES, ids=lambda options: options["optimizer"])
+def test_side_by_side_is_one_by_one(options, reveal, at_once):
+    model = network()
+    updates = [client.gradient(model, pictures(2), torch.tensor([i, 3 - i]), reveal_labels=reveal) for i in range(3)]
+    options = {"steps": 2, "restarts": 2, **options}
+    side = attacks.match_gradients(updates, seed=7, at_once=at_once, **options)
+    for i, mine in enumerate(side):
+        alone = attacks.match_gradients(updates[i], seed=7 + 2 * i, at_once=1, **options)
+        torch.testing.assert_close(mine.pixels, alone.pixels, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(mine.alternatives[0], alone.alternatives[0], rtol=1e-6, atol=1e-8)
+        assert mine.history == pytest.approx(alone.history, rel=1e-6)
+        assert torch.equal(mine.labels, alone.labels)
+        assert mine.status == alone.status and mine.why == alone.why
+
+
+def test_a_list_gives_a_list_and_an_update_a_result():
+    update = update_of(network())
+    assert isinstance(attacks.match_gradients(update, steps=1), attacks.Reconstruction)
+    (one,) = attacks.match_gradients([update], steps=1)
+    assert isinstance(one, attacks.Reconstruction)
+    assert len(attacks.dlg([update] * 2, steps=1)) == len(attacks.inverting_gradients([update] * 2, steps=1)) == 2
+
+
+def test_a_zero_and_a_broken_gradient_leave_the_others_right():
+    update = update_of(network())
+    broken = scaled(update, 1.0)
+    broken.gradient["0.bias"][0] = float("inf")
+    results = attacks.match_gradients([update, scaled(update, 0.0), broken, update], steps=3)
+    assert [one.status for one in results] == ["approximate", "weak gradient", "not applicable", "approximate"]
+    assert [one.pixels is None for one in results] == [False, True, True, False]
+    alone = attacks.match_gradients(update, steps=3, seed=3)
+    torch.testing.assert_close(results[3].pixels, alone.pixels, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda update: update_of(network()), "one and the same model"),
+        (lambda update: update_of(update.model, 2), r"must share batch_size, got \[1, 2\]"),
+        (lambda update: changed(update, mode="train"), "must share mode"),
+        (lambda update: changed(update, labels=None), "all have labels or all hide them"),
+        (lambda update: changed(update, gradient={"4.bias": update.gradient["4.bias"]}), "of the same names"),
+        (lambda update: "update", "update must be an Update .*, got str"),
+    ],
+    ids=range(6),
+)
+def test_updates_that_do_not_go_together_are_named(other, message):
+    update = update_of(network())
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(attacks.match_gradients)([update, other(update)], steps=1)
+
+
+@pytest.mark.parametrize("nothing", [[], 3])
+def test_no_update_at_all(nothing):
+    with pytest.raises(ValueError, match="update must be an Update or a list of them"):
+        inspect.unwrap(attacks.match_gradients)(nothing)
+
+
+# --- stopping and progress ---
+
+
+class Interrupted(nn.Module):
+    """A network during whose given evaluation the user presses Ctrl-C."""
+
+    at = None
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls = network("dense"), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.at and self.calls == self.at:
+            raise KeyboardInterrupt
+        return self.net(x)
+
+
+@pytest.mark.parametrize("optimizer", ["signed-adam", "lbfgs"])
+def test_ctrl_c_gives_the_best_so_far(optimizer):
+    model = Interrupted()
+    updates = [client.gradient(model, pictures(), torch.tensor([i])) for i in range(3)]
+    whole = attacks.match_gradients(updates, steps=50, optimizer=optimizer, at_once=2)
+    model.at = 8
+    cut = attacks.match_gradients(updates, steps=50, optimizer=optimizer, at_once=2)
+    for one, other in zip(cut[:2], whole[:2], strict=True):
+        assert one.status == "approximate" and one.why.endswith("; stopped early")
+        assert one.history == pytest.approx(other.history[:7])
+        assert one.loss == min(one.history)
+    assert cut[2].status == "not applicable" and cut[2].why == "stopped before its first step"
+    assert cut[2].pixels is None
+
+
+@pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False), (None, False)])
+def test_progress(progress, shown, capsys):
+    attacks.match_gradients([update_of(network())] * 2, steps=3, progress=progress)
+    said = capsys.readouterr().err
+    assert ("6/6" in said) == shown and bool(said) == shown
+
+
+# --- what the size and the digits of a gradient do ---
+
+
+def test_a_cost_near_zero_keeps_its_digits():
+    model, truth = victims.lenet(), torch.rand(1, 3, 32, 32)
+    update, near = client.gradient(model, truth, torch.tensor([3])), truth + 1e-3 * torch.randn(truth.shape)
+    exact = client.gradient(copy.deepcopy(model).double(), truth.double(), torch.tensor([3]))
+    expected = cost_at(exact, near.double(), "cosine")
+    assert 1e-9 < expected < 1e-4
+    assert cost_at(update, near, "cosine") == pytest.approx(expected, rel=1e-4)
+    assert 0 <= cost_at(update, truth, "cosine") < 1e-13
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 3.0])
+def test_the_declared_scale_is_that_of_the_euclidean_distance(scale):
+    model, truth = network("dense"), pictures()
+    update = client.gradient(model, truth, torch.tensor([2]), scale=scale)
+    plain = client.gradient(model, truth, torch.tensor([2]))
+    for name, value in plain.gradient.items():
+        torch.testing.assert_close(update.gradient[name], scale * value)
+    assert abs(cost_at(update, truth, "euclidean")) < 1e-12
+    start = pictures()
+    assert cost_at(update, start, "euclidean") == pytest.approx(cost_at(plain, start, "euclidean"), rel=1e-12)
+
+
+def test_half_the_loss_warns_for_euclid_only():
+    update = update_of(network("dense"))
+    with pytest.warns(UserWarning, match=r"the gradient is 0\.5 times that of the loss, but the update says scale=1"):
+        attacks.match_gradients(scaled(update, 0.5), steps=1, objective="euclidean")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attacks.match_gradients(scaled(update, 0.5), steps=1)
+        attacks.match_gradients(update, steps=1, objective="euclidean")
+        attacks.match_gradients(changed(scaled(update, 0.5), scale=0.5), steps=1, objective="euclidean")
+
+
+def test_labels_are_restored_first_when_asked():
+    model = network()
+    updates = [client.gradient(model, pictures(), torch.tensor([i]), reveal_labels=False) for i in (3, 1)]
+    results = attacks.match_gradients(updates, steps=2, labels="restored")
+    assert [one.labels.tolist() for one in results] == [[3], [1]]
+    known = attacks.match_gradients(
+        [changed(one, labels=torch.tensor([i])) for one, i in zip(updates, (3, 1), strict=True)], steps=2
+    )
+    assert torch.equal(results[0].pixels, known[0].pixels)
+    with pytest.raises(ValueError, match="labels can be restored for one picture"):
+        attacks.match_gradients(update_of(model, 2, reveal_labels=False), labels="restored")
 
 
 @pytest.mark.parametrize(
@@ -492,6 +656,8 @@ def test_memory_does_not_grow_with_the_steps():
     [
         ({"objective": "l1"}, "objective must be one of cosine, euclidean, got 'l1'"),
         ({"optimizer": "sgd"}, "optimizer must be one of signed-adam, adam, lbfgs, got 'sgd'"),
+        ({"labels": "iDLG"}, "labels must be one of joint, restored, got 'iDLG'"),
+        ({"at_once": 0}, "at_once must be at least 1, got 0"),
         ({"schedule": "cosine"}, "schedule must be one of step, linear, constant, got 'cosine'"),
         ({"init": "noise"}, "init must be one of normal, uniform, grey or a tensor of pictures, got 'noise'"),
         ({"init": torch.zeros(1, 2, 6, 5).numpy()}, "init must be one of .*, got ndarray"),
@@ -546,3 +712,45 @@ def test_attention_has_the_second_derivative_it_needs():
     net = torch.nn.Sequential(torch.nn.Unflatten(1, (3, 8)), layer, torch.nn.Flatten(), torch.nn.Linear(24, 4)).eval()
     update = client.gradient(net, torch.rand(1, 24), torch.tensor([1]))
     assert attacks.match_gradients(update, steps=5).status == "approximate"
+
+
+# --- on a GPU ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["lenet", "convnet", "resnet"])
+def test_a_captured_step_is_the_step(name, monkeypatch):
+    model = {"lenet": victims.lenet, "convnet": lambda: victims.convnet(4), "resnet": lambda: victims.resnet(18, 4)}
+    net = model[name]().double().cuda()
+    updates = [
+        client.gradient(net, torch.rand(1, 3, 32, 32).double().cuda(), torch.tensor([i]).cuda()) for i in range(3)
+    ]
+    options = {"steps": 12, "tv": TV, "schedule": "linear", "optimizer": "adam"}
+    captured = attacks.match_gradients(updates, **options)
+    monkeypatch.setattr(matching, "_captured", lambda step: step)
+    eager = attacks.match_gradients(updates, **options)
+    for one, other in zip(captured, eager, strict=True):
+        assert one.history == pytest.approx(other.history, rel=1e-8)
+        torch.testing.assert_close(one.pixels, other.pixels, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_a_step_that_cannot_be_captured_is_taken_as_it_is():
+    class Waits(nn.Sequential):
+        def forward(self, x):
+            float(x.sum())  # waits for the device, which a graph forbids
+            return super().forward(x)
+
+    model = Waits(*network("dense")).cuda()
+    update = client.gradient(model, pictures().cuda(), torch.tensor([1]).cuda())
+    assert attacks.match_gradients(update, steps=8).status == "approximate"
+
+
+@pytest.mark.gpu
+def test_the_gpu_follows_the_cpu():
+    model = network()
+    truth = pictures()
+    cpu = attacks.match_gradients(client.gradient(model, truth, torch.tensor([1])), steps=5, optimizer="adam")
+    there = client.gradient(copy.deepcopy(model).cuda(), truth.cuda(), torch.tensor([1]).cuda())
+    gpu = attacks.match_gradients(there, steps=5, optimizer="adam")
+    torch.testing.assert_close(gpu.pixels.cpu(), cpu.pixels, rtol=1e-7, atol=1e-8)

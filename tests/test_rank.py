@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from networks import Recurrent
 from torch import nn
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
@@ -164,15 +165,6 @@ class Reused(nn.Module):
 
     def forward(self, x):
         return self.head(self.layer(self.layer(x)))
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
-
-    def forward(self, x):
-        return self.head(self.cell(x.squeeze(1))[0][:, -1])
 
 
 @pytest.mark.parametrize(

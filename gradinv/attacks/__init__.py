@@ -1,5 +1,6 @@
 """Every attack is a function of an `Update` and gives a `Reconstruction`."""
 
+from gradinv.attacks.labels import restore_labels
 from gradinv.attacks.matching import dlg, inverting_gradients, match_gradients, total_variation
 from gradinv.attacks.reconstruction import STATUSES, Reconstruction
 from gradinv.attacks.recursive import FOLD, logits, mu_roots, twin_ratio
@@ -14,6 +15,7 @@ __all__ = [
     "logits",
     "match_gradients",
     "mu_roots",
+    "restore_labels",
     "total_variation",
     "twin_ratio",
     "walk_back",

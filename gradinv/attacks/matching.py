@@ -8,9 +8,10 @@ A run is one start for one update. Runs of one network go through the loop toget
 """
 
 import contextlib
+import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,12 +20,14 @@ from tqdm import tqdm
 
 from gradinv.attacks import lbfgs
 from gradinv.attacks.double_backward import stack
+from gradinv.attacks.labels import found_scale, restore_labels
 from gradinv.attacks.reconstruction import WEAK, Reconstruction, norm
 from gradinv.client import Update, expect_update, loss_of, outputs_of, working_copy
 
 OBJECTIVES = ("cosine", "euclidean")
 OPTIMIZERS = ("signed-adam", "adam", "lbfgs")
 SCHEDULES = ("step", "linear", "constant")
+LABELS = ("joint", "restored")
 INITS = ("normal", "uniform", "grey")
 NOTHING_LEFT = 1e-12  # an objective below this is rounding, so a start at the answer has not diverged
 EAGER_STEPS = 3  # before a step is captured: what is made on first use must be there
@@ -80,6 +83,7 @@ def match_gradients(
     objective: str = "cosine",
     optimizer: str = "signed-adam",
     tv: float = 0.0,
+    labels: str = "joint",
     steps: int = 1000,
     lr: float = 0.025,
     schedule: str = "step",
@@ -93,12 +97,14 @@ def match_gradients(
     """Pictures whose gradient matches the update's.
 
     Args:
-        update: what the server received. Without labels, DLG's soft labels are optimised jointly. Several updates
-            of one model, alike in all but gradient and labels, are attacked side by side and give a list of results.
+        update: what the server received. Several updates of one model, alike in all but gradient and labels, are
+            attacked side by side and give a list of results.
         objective: "cosine" is 1 - the cosine over all parameters together, "euclidean" the squared distance.
         optimizer: "signed-adam" feeds Adam the sign of the gradient, "adam" the gradient; "lbfgs" takes 20
             iterations a step and searches their lengths, so that lr, schedule and box do not apply.
         tv: weight of the total variation mean |dx| + mean |dy| on pixels (pictures only).
+        labels: for an update that hides them, "joint" optimises soft labels with the pictures, as DLG does;
+            "restored" reads them off first (`restore_labels`).
         steps: optimiser steps of each restart.
         lr: first step size, in pixels.
         schedule: "step" divides it by 10 at 3/8, 5/8 and 7/8 of the steps, "linear" lowers it to 0.
@@ -114,9 +120,16 @@ def match_gradients(
         status "approximate", "weak gradient" or "diverged", or "not applicable" for a gradient that is not finite;
         loss is the data term of the winner, history the objective with TV at every step of the winner,
         alternatives the pictures of the other restarts. Ctrl-C ends the search and gives the best so far.
+
+    Warns with objective="euclidean" where the last layer shows that the gradient is not `Update.scale` times that of
+    the loss, since then no picture matches it; the cosine does not mind.
     """
     updates = [update] if isinstance(update, Update) else update
-    _check(objective, optimizer, schedule, init, steps, restarts, tv, at_once, updates)
+    _check(objective, optimizer, schedule, labels, init, steps, restarts, tv, at_once, updates)
+    if objective == "euclidean":
+        _warn_of_scale(updates)
+    if labels == "restored" and updates[0].labels is None:
+        updates = [dataclasses.replace(each, labels=restore_labels(each)) for each in updates]
     started = time.perf_counter()
     sizes = [norm(each.gradient.values()) for each in updates]
     runs = [
@@ -161,7 +174,7 @@ def total_variation(pixels: Tensor) -> Tensor:
     return sum((each.mean((-4, -3, -2, -1)) for each in differences), start=0 * pixels.sum((-4, -3, -2, -1)))
 
 
-@dataclass
+@dataclasses.dataclass
 class _Run:
     """One start for one update, and the best that came of it."""
 
@@ -485,7 +498,18 @@ def _result(update: Update, size: float, runs: list[_Run], steps: int, stopped: 
     )
 
 
-def _check(objective, optimizer, schedule, init, steps, restarts, tv, at_once, updates) -> None:
+def _warn_of_scale(updates: Sequence[Update]) -> None:
+    for each in updates:
+        scale = found_scale(each)
+        if scale is not None and abs(scale / each.scale - 1) > 0.05:
+            warnings.warn(
+                f"the gradient is {scale:.3g} times that of the loss, but the update says scale={each.scale:g}: the "
+                "Euclidean distance compares sizes, so set Update.scale or use objective='cosine'",
+                stacklevel=4,
+            )
+
+
+def _check(objective, optimizer, schedule, labels, init, steps, restarts, tv, at_once, updates) -> None:
     if not isinstance(updates, Sequence) or not updates:
         raise ValueError(f"update must be an Update or a list of them, got {updates!r}")
     for each in updates:
@@ -506,6 +530,7 @@ def _check(objective, optimizer, schedule, init, steps, restarts, tv, at_once, u
         ("objective", objective, OBJECTIVES),
         ("optimizer", optimizer, OPTIMIZERS),
         ("schedule", schedule, SCHEDULES),
+        ("labels", labels, LABELS),
     ):
         if value not in allowed:
             raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {value!r}")
