@@ -16,6 +16,7 @@ FIELDS = {
         *("network", "together", "steps", "rounds", "time_ratio", "lowest", "highest", "work_ratio"),
         *("psnr_ours", "psnr_public"),
     },
+    "side_by_side": {"network", "device", "together", "per_second", "ratio"},
     "to_psnr": {"code", "schedule", "steps", "psnr", "time_ratio", "work_ratio", "reached"},
     "memory": {"network", "before_ours", "peak_ours", "before_public", "peak_public", "ratio"},
     "ingredients": {"network", "variant", "together", "time_ratio", "work_ratio"},

@@ -118,12 +118,8 @@ class ClaimsTable(Ledger):
         ]
 
     def result(self, scale, result):
-        values = ", ".join(
-            f"{name} = {value:.4g}" if isinstance(value, float) else f"{name} = {value}"
-            for name, value in result["values"].items()
-        )
         yield f"{scale}: {badge(result['verdict'])}"
-        yield f"`{values}`"
+        yield f"`{claims.in_words(result['values'])}`"
         if result["rule"]:
             yield f"Passes when `{result['rule']}`"
 
@@ -208,6 +204,8 @@ class RaceTables(Ledger):
             *self.facts(race),
             "**One step.** Time of theirs over time of ours for each victim: the middle of several rounds.\n",
             *self.per_step(race["per_step"]),
+            "**Side by side.** Steps of one victim in a given time, as a multiple of those of a victim alone.\n",
+            *self.side_by_side(race["side_by_side"]),
             "**To the same picture.** How many times faster each is than their code with the paper's schedule.\n",
             *self.to_psnr(race["to_psnr"]),
             "**Memory.** The most that a process held, and the part of it that the attack added.\n",
@@ -237,6 +235,14 @@ class RaceTables(Ledger):
 
         header = ["Network", "Victims at once", "By time (range)", "By processor time", "PSNR, ours and theirs"]
         return table(header, [cells(row) for row in rows], "18 16 26 18 22", "runs")
+
+    def side_by_side(self, rows):
+        def cells(row):
+            return [[row["network"]], [row["device"]], [str(row["together"])], [f"{row['ratio']:.1f}"]]
+
+        return table(
+            ["Network", "Device", "Victims at once", "Speed"], [cells(row) for row in rows], "25 25 25 25", "runs"
+        )
 
     def to_psnr(self, rows):
         def cells(row):

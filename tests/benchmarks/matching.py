@@ -25,6 +25,7 @@ import os
 import pathlib
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -43,6 +44,7 @@ from gradinv.attacks.matching import _Match
 from gradinv.files import write_atomically
 
 OUT = pathlib.Path(__file__).parent.parent.parent / "book/benchmarks/matching.json"
+PICTURES = 20  # the bundled ones; more victims take them again, from other starts
 TV = 4e-4
 STEP_SIZE = {"step": 0.025, "linear": 0.1}  # in pixels: 0.1 and 0.4 on normalised pictures
 PUBLIC_SCHEDULE = {"step": "step-lr", "linear": "linear"}
@@ -82,12 +84,13 @@ class Case:
     starts: list[Tensor]
 
 
-def case(name: str, size: Size, count: int = 1, dtype: torch.dtype = torch.float32) -> Case:
+def case(name: str, size: Size, count: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Case:
     torch.manual_seed(0)
-    net = NETWORKS[name](size.width).to(dtype)
-    images = data.load("cifar10", count)
-    truth = list(images.pixels.to(dtype).split(1))
-    updates = [client.gradient(net, *victim) for victim in zip(truth, images.labels.split(1), strict=True)]
+    net = NETWORKS[name](size.width).to(device, dtype)
+    images = data.load("cifar10", min(count, PICTURES), device=device)
+    again = [i % PICTURES for i in range(count)]
+    truth, labels = list(images.pixels[again].to(dtype).split(1)), images.labels[again].split(1)
+    updates = [client.gradient(net, *victim) for victim in zip(truth, labels, strict=True)]
     starts = [normal(truth[0].shape, seed).to(dtype) for seed in range(count)]
     return Case(name, net, truth, updates, starts)
 
@@ -247,6 +250,28 @@ def per_step(size: Size) -> list[dict]:
     return rows
 
 
+def side_by_side(size: Size) -> list[dict]:
+    """Victim-steps a second for several victims in one loop; on the CPU the small network alone, which gains most."""
+    device = str(data.device())
+    names = list(NETWORKS) if device == "cuda" else ["LeNet"]
+    rows = []
+    for name in names:
+        for count in (1, 8, 32, 100):
+            victims_here, steps = case(name, size, count, device=device), size.steps[0] if count == 1 else size.steps[1]
+
+            def used(steps, victims_here=victims_here, count=count):
+                options = {"tv": TV, "steps": steps, "at_once": count, "progress": False}
+                return spent(lambda: match_gradients(victims_here.updates, **options))[1]["time"]
+
+            used(WARM_UP)
+            seconds = statistics.median(used(WARM_UP + steps) - used(WARM_UP) for _ in range(size.rounds))
+            rows.append({"network": name, "device": device, "together": count, "per_second": count * steps / seconds})
+        alone = rows[-4]["per_second"]
+        for row in rows[-4:]:
+            row["ratio"] = row["per_second"] / alone
+    return rows
+
+
 def to_psnr(size: Size) -> list[dict]:
     """How long each takes to the PSNR at which the paper's schedule ends, set-up included.
 
@@ -363,7 +388,7 @@ def evaluation(victim: Case, fast: bool) -> Callable[[], object]:
     return lambda: match(pixels, None)
 
 
-PARTS = {part.__name__: part for part in (agreement, per_step, to_psnr, memory, ingredients)}
+PARTS = {part.__name__: part for part in (agreement, per_step, side_by_side, to_psnr, memory, ingredients)}
 
 
 def main(arguments: list[str] | None = None) -> None:
