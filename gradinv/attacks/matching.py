@@ -113,7 +113,7 @@ def match_gradients(
             or pictures (n, c, h, w) to start from.
         box: keep pixels in [0, 1] (Adam only).
         seed: of the first start of the first update; the others count on.
-        at_once: most runs to take through the loop together; by default as many as memory and caches like.
+        at_once: most runs to take through the loop together; by default as many as memory allows.
         progress: show a bar; by default only in a terminal.
 
     Returns:
@@ -325,7 +325,7 @@ def _captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     try:
         with torch.cuda.graph(graph):
             objective = step()
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the network's own error may have been put in words
         return step
 
     def replay() -> Tensor:
