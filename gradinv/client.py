@@ -61,6 +61,9 @@ class Update:
                 )
         if not self.gradient:
             raise ValueError("gradient must not be empty")
+        # a difference of weights may still hang on the graph of the weights
+        object.__setattr__(self, "gradient", {name: value.detach() for name, value in self.gradient.items()})
+        object.__setattr__(self, "input_shape", tuple(self.input_shape))
         if len(self.input_shape) not in (1, 3):
             raise ValueError(f"input_shape must be (channels, height, width) or (features,), got {self.input_shape}")
         if self.batch_size < 1:

@@ -41,6 +41,28 @@ class Halved(nn.Module):
         return self.net(x) / 2
 
 
+class Again(nn.Module):
+    """Runs its last layer twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(torch.relu(self.layer(x)))
+
+
+class InPlace(nn.Module):
+    """Changes the outputs of its last layer where they lie."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).mul_(20)
+
+
 @pytest.mark.parametrize(
     "update",
     [
@@ -48,14 +70,16 @@ class Halved(nn.Module):
         lambda: update_of(victims.fc((12, 6, 4), bias=False), shape=(12,)),
         lambda: update_of(victims.fc((12, 6, 1)), 1, shape=(12,), loss="logistic"),
         lambda: update_of(Halved(), shape=(12,)),
+        lambda: update_of(Again(), shape=(4,)),
+        lambda: update_of(InPlace(), shape=(4,)),
         lambda: update_of(nn.Sequential(nn.Unflatten(1, (4, 3)), nn.Linear(3, 1), nn.Flatten()), shape=(12,)),
     ],
-    ids=["batch", "no bias", "logistic", "changed outputs", "many vectors"],
+    ids=["batch", "no bias", "logistic", "changed outputs", "twice", "in place", "many vectors"],
 )
 def test_what_cannot_be_read_is_said(update):
     update = update()
     assert found_scale(update) is None
-    with pytest.raises(ValueError, match="labels can be restored for one picture"):
+    with pytest.raises(ValueError, match=r"labels can be restored (for one picture|from the bias)"):
         attacks.restore_labels(update)
 
 

@@ -83,6 +83,13 @@ def test_a_pair_without_curvature_is_left_out():
     assert torch.equal(memory.direction(torch.ones(3)), -torch.ones(3))
 
 
+@pytest.mark.parametrize("factor", [1e25, 1e-25])
+def test_a_pair_that_leaves_single_precision_is_left_out(factor):
+    memory = lbfgs._Memory(torch.zeros(3))
+    memory.add(torch.ones(3), factor * torch.ones(3))
+    assert memory.count == 0
+
+
 def test_accepted_points_meet_the_strong_wolfe_conditions():
     x = torch.tensor([-1.2, 1.0], dtype=torch.float64)
     function = torch.func.grad_and_value(rosenbrock)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from gradinv.client import Update, expect_update, working_copy
+from gradinv.client import Update, expect_update, outputs_of, working_copy
 from gradinv.layers import Layer, read
 
 CLOSE = 1e-3  # relative; a last layer whose gradient is less exactly dL/db h^T was changed on its way
@@ -22,20 +22,25 @@ def restore_labels(update: Update) -> Int64[Tensor, " 1"]:
     in a fully connected layer whose bias gradient was sent.
     """
     expect_update(update)
-    bias = _last_bias(update)
-    if update.batch_size > 1 or update.loss != "cross_entropy" or bias is None:
+    if update.batch_size > 1 or update.loss != "cross_entropy":
         raise ValueError(
-            "labels can be restored for one picture, with cross-entropy and the gradient of the last layer's bias; got "
-            f"batch_size={update.batch_size}, loss={update.loss!r}, last bias {'not ' if bias is None else ''}sent"
+            "labels can be restored for one picture with cross-entropy, got "
+            f"batch_size={update.batch_size} and loss={update.loss!r}"
+        )
+    bias = _last_bias(update)
+    if bias is None:
+        raise ValueError(
+            "labels can be restored from the bias of a fully connected layer whose outputs are the network's and "
+            "which runs once: this network does not end in one, or its gradient was not sent"
         )
     return update.gradient[bias].argmin()[None]
 
 
 def found_scale(update: Update) -> float | None:
     """How many times the gradient of the loss the sent gradient is, by its last layer; None where that cannot tell."""
-    bias = _last_bias(update)
+    bias = _last_bias(update) if update.batch_size == 1 and update.loss == "cross_entropy" else None
     weight = bias and f"{bias.removesuffix('bias')}weight"
-    if update.batch_size > 1 or update.loss != "cross_entropy" or bias is None or weight not in update.gradient:
+    if bias is None or weight not in update.gradient:
         return None
     by_bias, by_weight = update.gradient[bias].double(), update.gradient[weight].double()
     h = by_bias @ by_weight / by_bias.square().sum()
@@ -51,15 +56,15 @@ def found_scale(update: Update) -> float | None:
 
 
 def _last_bias(update: Update) -> str | None:
-    """The name of the bias of the fully connected layer whose outputs are the network's, if it was sent."""
+    """The bias of the fully connected layer whose outputs are the network's, if it runs once and was sent."""
     last: Layer = read(update.model, update.input_shape)[-1]
     name = f"{last.name}.bias" if last.name else "bias"
     if not isinstance(last.module, nn.Linear) or len(last.input_shape) != 1 or name not in update.gradient:
         return None
     model = working_copy(update.model, "eval")
     given: list[Tensor] = []
-    model.get_submodule(last.name).register_forward_hook(lambda module, inputs, output: given.append(output))
+    model.get_submodule(last.name).register_forward_hook(lambda module, inputs, output: given.append(output.clone()))
     like = update.gradient[name]
     with torch.no_grad():
-        outputs = model(like.new_full((1, *update.input_shape), 0.5))
-    return name if torch.equal(outputs, given[-1]) else None
+        outputs = outputs_of(model, like.new_full((1, *update.input_shape), 0.5))
+    return name if len(given) == 1 and torch.equal(outputs, given[0]) else None

@@ -55,8 +55,8 @@ class _Memory:
         self.sy, self.yy = np.zeros((MEMORY, MEMORY)), np.zeros((MEMORY, MEMORY))
 
     def add(self, step: Tensor, change: Tensor) -> None:
-        """Keep a pair, unless the curvature along it is not positive."""
-        if not float(step @ change) > 1e-10:
+        """Keep a pair, unless the curvature along it is not positive or a product leaves the numbers of its type."""
+        if not 1e-10 < float(step @ change) < math.inf or not 0 < float(change @ change) < math.inf:
             return
         i = self.count % MEMORY
         self.count += 1
@@ -72,9 +72,9 @@ class _Memory:
         sy, yy = self.sy[np.ix_(order, order)], self.yy[np.ix_(order, order)]
         scale = sy[-1, -1] / yy[-1, -1]
         upper = np.triu(sy)
-        alpha = solve_triangular(upper, _small(self.s @ slope)[order])  # the first loop, newest to oldest
+        alpha = _solve(upper, _small(self.s @ slope)[order])  # the first loop, newest to oldest
         rest = sy.diagonal() * alpha - scale * (_small(self.y @ slope)[order] - yy @ alpha)
-        delta = solve_triangular(upper, rest, trans=1)  # the second, oldest to newest: alpha - beta
+        delta = _solve(upper.T, rest, lower=True)  # the second, oldest to newest: alpha - beta
         by_y, by_s = (torch.zeros(MEMORY, dtype=slope.dtype, device=slope.device) for _ in range(2))
         by_y[order], by_s[order] = (torch.from_numpy(each).to(slope) for each in (alpha, delta))
         return scale * (by_y @ self.y - slope) - by_s @ self.s
@@ -82,6 +82,10 @@ class _Memory:
 
 def _small(vector: Tensor) -> np.ndarray:
     return vector.double().cpu().numpy()
+
+
+def _solve(triangle: np.ndarray, right: np.ndarray, lower: bool = False) -> np.ndarray:
+    return solve_triangular(triangle, right, lower=lower, check_finite=False)  # the line search refuses what is not
 
 
 @dataclass(frozen=True)

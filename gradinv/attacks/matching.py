@@ -9,6 +9,7 @@ A run is one start for one update. Runs of one network go through the loop toget
 
 import contextlib
 import dataclasses
+import numbers
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ INITS = ("normal", "uniform", "grey")
 NOTHING_LEFT = 1e-12  # an objective below this is rounding, so a start at the answer has not diverged
 EAGER_STEPS = 3  # before a step is captured: what is made on first use must be there
 CPU_ROOM = 2**30  # bytes for the runs that go through the network together
-WORTH_IT = 10**6  # weights; below, one run alone loses more to calls of Python than the fast layers save
+WORTH_IT = 50_000  # weights a parameter; below, one run alone loses more to calls of Python than fast layers save
 LBFGS_ITERATIONS = 20  # per step, PyTorch's default, as DLG's code uses it
 
 
@@ -119,13 +120,23 @@ def match_gradients(
     Returns:
         status "approximate", "weak gradient" or "diverged", or "not applicable" for a gradient that is not finite;
         loss is the data term of the winner, history the objective with TV at every step of the winner,
-        alternatives the pictures of the other restarts. Ctrl-C ends the search and gives the best so far.
+        alternatives the pictures of the other restarts. Ctrl-C during the search ends it and gives the best so far.
 
     Warns with objective="euclidean" where the last layer shows that the gradient is not `Update.scale` times that of
     the loss, since then no picture matches it; the cosine does not mind.
     """
     updates = [update] if isinstance(update, Update) else update
-    _check(objective, optimizer, schedule, labels, init, steps, restarts, tv, at_once, updates)
+    _check_updates(updates)
+    _check_options(updates[0], objective, optimizer, schedule, labels, init, lr, tv)
+    for argument, value, least in (
+        ("steps", steps, 1),
+        ("restarts", restarts, 1),
+        ("seed", seed, 0),
+        ("at_once", at_once, 1),
+    ):
+        if (argument, value) != ("at_once", None) and not _whole(value, least):
+            raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
+    classes = _classes(updates)
     if objective == "euclidean":
         _warn_of_scale(updates)
     if labels == "restored" and updates[0].labels is None:
@@ -138,11 +149,10 @@ def match_gradients(
         for restart in range(restarts)
         if 0 < sizes[i] < float("inf")
     ]
-    classes = _classes(updates)
     search, stopped = (_lbfgs if optimizer == "lbfgs" else _adam), False
     # dropout in train mode draws from the global generator; fused attention has no second derivative
     with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH), _single_precision():
-        together, fast = _plan(updates[0], len(runs), at_once, classes)
+        together, fast = _plan(updates[0], len(runs), at_once, classes, memory=optimizer == "lbfgs")
         with tqdm(total=len(runs) * steps, unit="step", disable=None if progress is None else not progress) as bar:
             try:
                 for first in range(0, len(runs), together):
@@ -213,7 +223,15 @@ class _Match:
         data, direction, factor = self._match([value.detach() for value in gradient])
         self.stacked.reads_weights = False
         unknowns = [pixels] if soft is None else [pixels, soft]
-        slopes = torch.autograd.grad(gradient, unknowns, grad_outputs=direction)
+        try:
+            slopes = torch.autograd.grad(gradient, unknowns, grad_outputs=direction)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(
+                "model must have a second derivative with respect to its pixels, which matching needs; put a smooth "
+                f"stand-in for a layer without one, such as relu6(x + 3) / 6 for Hardsigmoid: {error}"
+            ) from error
         slopes = [slope * _by_run(factor, slope) for slope in slopes]
         if not self.tv:
             return data, data, slopes
@@ -287,7 +305,11 @@ class _Best:
             return
         costs, data = torch.stack(self.costs, 1).tolist(), self.data.tolist()
         for k, run in enumerate(group):
-            run.pixels, run.data, run.history = self.points[0][k], data[k], costs[k][: self.lengths and self.lengths[k]]
+            run.pixels, run.data, run.history = (
+                self.points[0][k].clone(),
+                data[k],
+                costs[k][: self.lengths and self.lengths[k]],
+            )
             run.labels = self.points[1][k].argmax(1) if self.soft is not None else None
 
 
@@ -392,7 +414,7 @@ def _start(init: str | Tensor, shape: tuple[int, ...], generator: torch.Generato
     return 0.5 + 0.25 * torch.randn(shape, generator=generator)
 
 
-def _plan(update: Update, runs: int, at_once: int | None, classes: int) -> tuple[int, bool]:
+def _plan(update: Update, runs: int, at_once: int | None, classes: int, *, memory: bool = False) -> tuple[int, bool]:
     """How many runs to take together, and whether through the layers of `double_backward`.
 
     Those are used only where they give autograd's gradient on two random pictures: a network that mixes its
@@ -427,8 +449,9 @@ def _plan(update: Update, runs: int, at_once: int | None, classes: int) -> tuple
     if runs > 1 and at_once != 1 and agrees(2):
         # per run: the gradient, the target, the direction and their like; activations of both passes
         size = 8 * sum(value.nbytes for value in first) + 4 * sum(saved.values())
+        size += 2 * lbfgs.MEMORY * pixels[0].nbytes if memory else 0
         return min(runs, at_once or max(1, _room(first[0].device) // size)), True
-    return 1, sum(value.numel() for value in first) >= WORTH_IT and agrees(1)
+    return 1, sum(value.numel() for value in first) >= WORTH_IT * len(first) and agrees(1)
 
 
 def _room(device: torch.device) -> int:
@@ -476,16 +499,16 @@ def _result(update: Update, size: float, runs: list[_Run], steps: int, stopped: 
         status, why = "diverged", "the objective left the finite numbers"
     elif size < WEAK:
         status, why = "weak gradient", f"the gradient's norm is {size:.1e}"
-    elif len(best.history) > 2 and min(best.history[1:]) >= best.history[0] > NOTHING_LEFT:
+    elif len(best.history) > 2 and min(best.history[1:]) >= best.history[0] > NOTHING_LEFT and not stopped:
         status, why = "diverged", "no step improved on the start; try another one or a smaller lr"
     else:
         of = f" of {len(begun)} starts" if len(begun) > 1 else ""
         status, why = "approximate", f"the best match{of} after {steps} steps"
+        if stopped:
+            why = f"the best match{of} until it was stopped, after {len(best.history)} evaluations"
     lost = sum(not run.data < float("inf") for run in begun)
     if finite and lost:
         why += f"; {lost} of {len(begun)} starts never had a finite objective"
-    if stopped:
-        why += "; stopped early"
     return Reconstruction(
         best.pixels if finite else None,
         update.labels if update.labels is not None else best.labels,
@@ -509,7 +532,11 @@ def _warn_of_scale(updates: Sequence[Update]) -> None:
             )
 
 
-def _check(objective, optimizer, schedule, labels, init, steps, restarts, tv, at_once, updates) -> None:
+def _whole(value, least: int) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
+
+
+def _check_updates(updates) -> None:
     if not isinstance(updates, Sequence) or not updates:
         raise ValueError(f"update must be an Update or a list of them, got {updates!r}")
     for each in updates:
@@ -522,10 +549,16 @@ def _check(objective, optimizer, schedule, labels, init, steps, restarts, tv, at
             )
     if any(each.model is not first.model or list(each.gradient) != list(first.gradient) for each in updates):
         raise ValueError(
-            "updates attacked together must be of one and the same model, with gradients of the same names"
+            "updates attacked together must be of one and the same model, with gradients of the same names; for equal "
+            "copies of a model use dataclasses.replace(update, model=...)"
         )
+    if next(iter(first.gradient.values())).dtype == torch.float16:
+        raise ValueError("update must not be in half precision, where a search underflows: use model.float()")
     if any((each.labels is None) != (first.labels is None) for each in updates):
         raise ValueError("updates attacked together must all have labels or all hide them")
+
+
+def _check_options(first: Update, objective, optimizer, schedule, labels, init, lr, tv) -> None:
     for argument, value, allowed in (
         ("objective", objective, OBJECTIVES),
         ("optimizer", optimizer, OPTIMIZERS),
@@ -540,11 +573,11 @@ def _check(objective, optimizer, schedule, labels, init, steps, restarts, tv, at
     shape = (first.batch_size, *first.input_shape)
     if isinstance(init, Tensor) and tuple(init.shape) != shape:
         raise ValueError(f"init must have shape {shape}, got {tuple(init.shape)}")
-    if steps < 1 or restarts < 1:
-        raise ValueError(f"steps and restarts must be at least 1, got {steps} and {restarts}")
-    if at_once is not None and at_once < 1:
-        raise ValueError(f"at_once must be at least 1, got {at_once}")
-    if tv < 0 or (tv and len(first.input_shape) != 3):
-        raise ValueError(f"tv must be at least 0, and 0 for inputs that are no pictures, got {tv}")
+    if not isinstance(lr, numbers.Real) or not 0 < lr < float("inf"):
+        raise ValueError(f"lr must be a positive number, got {lr!r}")
+    if not isinstance(tv, numbers.Real) or not 0 <= tv < float("inf"):
+        raise ValueError(f"tv must be a number of at least 0, got {tv!r}")
+    if tv and len(first.input_shape) != 3:
+        raise ValueError(f"tv must be 0 for inputs that are no pictures, got {tv}")
     if first.labels is None and first.loss == "logistic":
         raise ValueError("labels must be known with loss='logistic', got None: reveal them in the update")
