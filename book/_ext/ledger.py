@@ -221,7 +221,7 @@ class RaceTables(Ledger):
         yield f"Made by: {race['device_name']}, {versions(race)}, {race['date']}."
         yield f"The ConvNet and the ResNet have width {race['width']}."
         yield f"In double precision, the two objectives at the start differ by at most {cost:.0e} of their size,"
-        yield f"and the pictures after one step by at most {f'{picture:.0e}' if picture else 0}.\n"
+        yield f"and the pictures after one step {f'differ by at most {picture:.0e}' if picture else 'are equal'}.\n"
 
     def per_step(self, rows):
         def cells(row):
