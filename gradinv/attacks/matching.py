@@ -109,7 +109,8 @@ def match_gradients(
         steps: optimiser steps of each restart.
         lr: first step size, in pixels.
         schedule: "step" divides it by 10 at 3/8, 5/8 and 7/8 of the steps, "linear" lowers it to 0.
-        restarts: independent starts; the one with the smallest data term (TV left out) wins.
+        restarts: independent starts; the one with the smallest data term (TV left out) wins. From a fixed start
+            ("grey", or pictures) with known labels they are all the same run.
         init: "normal" (mean 0.5, deviation 0.25: the paper's normal start in normalised space), "uniform", "grey",
             or pictures (n, c, h, w) to start from.
         box: keep pixels in [0, 1] (Adam only).
@@ -119,8 +120,9 @@ def match_gradients(
 
     Returns:
         status "approximate", "weak gradient" or "diverged", or "not applicable" for a gradient that is not finite;
-        loss is the data term of the winner, history the objective with TV at every step of the winner,
-        alternatives the pictures of the other restarts. Ctrl-C during the search ends it and gives the best so far.
+        loss is the data term of the winner, history the objective with TV at every evaluation of the winner
+        (one a step, with "lbfgs" about 20), alternatives the pictures of the other restarts. Ctrl-C during the
+        search ends it and gives the best so far.
 
     Warns with objective="euclidean" where the last layer shows that the gradient is not `Update.scale` times that of
     the loss, since then no picture matches it; the cosine does not mind.
