@@ -202,20 +202,21 @@ class RaceTables(Ledger):
         race = json.loads(path.read_text())
         return [
             *self.facts(race),
-            "**One step.** Time of theirs over time of ours for each victim: the middle of several rounds. Our engine chooses "
-            "by memory how many victims go together. The PSNR is that after these few steps.\n",
+            "**One step.** Time of theirs over time of ours for each victim: the middle of several rounds. Our engine "
+            "chooses by memory how many victims go together. The PSNR is that after these few steps.\n",
             *self.per_step(race["per_step"]),
             "**Side by side.** Steps of all victims together in a given time, as a multiple of those of one alone.\n",
             *self.side_by_side(race["side_by_side"]),
-            "**To the same picture.** One photograph through the ConvNet, one run a row: how many times faster each is than "
-            "their code with the paper's schedule. A row with a lower PSNR than the first has not reached its picture.\n",
+            "**To the same picture.** One photograph through the ConvNet, one run a row: how many times faster "
+            "each is than their code with the paper's schedule. A row with a lower PSNR than the first has not reached "
+            "its picture.\n",
             *self.to_psnr(race["to_psnr"]),
-            "**Memory.** The most that a process held, most of it libraries, and the part that the attack added; the ratio "
-            "is of those parts.\n",
+            "**Memory.** The most that a process held, most of it libraries, and the part that the attack added; the "
+            "ratio is of those parts.\n",
             *self.memory(race["memory"]),
             "**What each part of the engine brings.** Speed of one evaluation of the objective and its gradient for "
-            "each victim, by processor time, as a multiple of the first variant's. Their code is the second variant. For one "
-            "victim alone of a small network the engine leaves out the fourth, which costs more than it saves there.\n",
+            "each victim, by processor time, as a multiple of the first variant's. Their code is the second variant. For "
+            "one victim alone of a small network the engine leaves out the fourth, which costs more than it saves there.\n",
             *self.ingredients(race["ingredients"]),
         ]
 
