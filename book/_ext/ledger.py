@@ -215,8 +215,9 @@ class RaceTables(Ledger):
             "ratio is of those parts.\n",
             *self.memory(race["memory"]),
             "**What each part of the engine brings.** Speed of one evaluation of the objective and its gradient for "
-            "each victim, by processor time, as a multiple of the first variant's. Their code is the second variant. For "
-            "one victim alone of a small network the engine leaves out the fourth, which costs more than it saves there.\n",
+            "each victim, by processor time, as a multiple of the first variant's. Their code is the second variant. "
+            "For one victim alone of a small network the engine leaves out the fourth, which costs more than it saves "
+            "there.\n",
             *self.ingredients(race["ingredients"]),
         ]
 
