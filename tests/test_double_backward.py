@@ -68,6 +68,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("way", ["grouped", "in turn", "patches"])
 @pytest.mark.parametrize("pictures", [1, 3])
 @pytest.mark.parametrize("name", CONVOLUTIONS)

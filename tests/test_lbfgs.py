@@ -18,9 +18,9 @@ def run(function, x, iterations):
         value = function(leaf)
         (slope,) = torch.autograd.grad(value, leaf)
         points.append(point)
-        values.append(float(value))
+        values.append(float(value.detach()))
         try:
-            point = search.send((float(value), slope))
+            point = search.send((values[-1], slope))
         except StopIteration:
             return points, values
 
