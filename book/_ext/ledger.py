@@ -230,40 +230,35 @@ class RaceTables(Ledger):
         yield f"and the pictures after one step {f'differ by at most {picture:.0e}' if picture else 'are equal'}.\n"
 
     def per_step(self, rows):
-        def cells(row):
-            return [
-                [row["network"]],
-                [str(row["together"])],
-                [str(row["steps"])],
-                [f"{row['time_ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})"],
-                [f"{row['work_ratio']:.2f}"],
-                [f"{row['psnr_ours']:.1f} and {row['psnr_public']:.1f} dB"],
-            ]
-
-        header = ["Network", "Victims", "Steps", "By time (range)", "By processor time", "PSNR, ours and theirs"]
-        return table(header, [cells(row) for row in rows], "18 12 10 24 16 20", "runs")
+        cells = {
+            "Network": "{network}",
+            "Victims": "{together}",
+            "Steps": "{steps}",
+            "By time (range)": "{time_ratio:.2f} ({lowest:.2f} to {highest:.2f})",
+            "By processor time": "{work_ratio:.2f}",
+            "PSNR, ours and theirs": "{psnr_ours:.1f} and {psnr_public:.1f} dB",
+        }
+        return self.formatted(rows, cells, "18 12 10 24 16 20")
 
     def side_by_side(self, rows):
-        def cells(row):
-            return [[row["network"]], [row["device"]], [str(row["together"])], [f"{row['ratio']:.1f}"]]
-
-        return table(
-            ["Network", "Device", "Victims at once", "Speed"], [cells(row) for row in rows], "25 25 25 25", "runs"
-        )
+        cells = {"Network": "{network}", "Device": "{device}", "Victims at once": "{together}", "Speed": "{ratio:.1f}"}
+        return self.formatted(rows, cells, "25 25 25 25")
 
     def to_psnr(self, rows):
-        def cells(row):
-            return [
-                [CODES[row["code"]]],
-                [SCHEDULES[row["schedule"]]],
-                [str(row["steps"])],
-                [f"{row['psnr']:.1f} dB"],
-                [f"{row['time_ratio']:.1f}"],
-                [f"{row['work_ratio']:.1f}"],
-            ]
+        named = [{**row, "code": CODES[row["code"]], "schedule": SCHEDULES[row["schedule"]]} for row in rows]
+        cells = {
+            "Code": "{code}",
+            "Schedule": "{schedule}",
+            "Steps": "{steps}",
+            "PSNR": "{psnr:.1f} dB",
+            "By time": "{time_ratio:.1f}",
+            "By processor time": "{work_ratio:.1f}",
+        }
+        return self.formatted(named, cells, "12 28 12 14 14 20")
 
-        header = ["Code", "Schedule", "Steps", "PSNR", "By time", "By processor time"]
-        return table(header, [cells(row) for row in rows], "12 28 12 14 14 20", "runs")
+    def formatted(self, rows, cells, widths):
+        """A table with a format for each column, filled from each row."""
+        return table(list(cells), [[[form.format(**row)] for form in cells.values()] for row in rows], widths, "runs")
 
     def memory(self, rows):
         def cells(row):

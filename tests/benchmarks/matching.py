@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from gradinv import client, data, metrics, victims
 from gradinv.attacks import match_gradients
-from gradinv.attacks.matching import _Match
+from gradinv.attacks.matching import _Match, _start
 from gradinv.files import write_atomically
 
 OUT = pathlib.Path(__file__).parent.parent.parent / "book/benchmarks/matching.json"
@@ -97,7 +97,7 @@ def case(name: str, size: Size, count: int = 1, dtype: torch.dtype = torch.float
 
 def normal(shape: torch.Size, seed: int) -> Tensor:
     """The start that `match_gradients` takes with this seed and init="normal"."""
-    return 0.5 + 0.25 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return _start("normal", shape, torch.Generator().manual_seed(seed))
 
 
 def ours(case: Case, steps: int, schedule: str = "step", lr: float | None = None) -> tuple[list[Tensor], list[float]]:
