@@ -68,8 +68,8 @@ class Update:
             raise ValueError(f"input_shape must be (channels, height, width) or (features,), got {self.input_shape}")
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-        _one_of("loss", self.loss, LOSSES)
-        _one_of("mode", self.mode, MODES)
+        expect_one_of("loss", self.loss, LOSSES)
+        expect_one_of("mode", self.mode, MODES)
         _check_scale(self.scale)
         if self.labels is not None:
             device = next(iter(self.gradient.values())).device
@@ -89,6 +89,12 @@ def expect_update(update) -> None:
     """Raise ValueError unless an attack was given an `Update`."""
     if not isinstance(update, Update):
         raise ValueError(f"update must be an Update (client.gradient makes one), got {type(update).__name__}")
+
+
+def expect_one_of(argument: str, value, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless an option has one of the allowed values."""
+    if value not in allowed:
+        raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 @torch.enable_grad()
@@ -144,7 +150,7 @@ def gradient(
 
 def working_copy(model: nn.Module, mode: str) -> nn.Module:
     """A copy of the model in the given mode with gradients on, so that the original is never touched."""
-    _one_of("mode", mode, MODES)
+    expect_one_of("mode", mode, MODES)
     return copy.deepcopy(model).train(mode == "train").requires_grad_(True)
 
 
@@ -182,7 +188,7 @@ def loss_between(outputs: Tensor, labels: Tensor, loss: str) -> Tensor:
 
 
 def _check(model: nn.Module, pixels, labels, loss: str) -> None:
-    _one_of("loss", loss, LOSSES)
+    expect_one_of("loss", loss, LOSSES)
     _like("pixels", pixels, next(model.parameters()), "the model")
     if pixels.ndim not in (2, 4):
         raise ValueError(
@@ -227,8 +233,3 @@ def _like(argument: str, value, reference: Tensor, owner: str) -> None:
 def _check_scale(scale: float) -> None:
     if not 0 < scale < float("inf"):
         raise ValueError(f"scale must be a positive number, got {scale}")
-
-
-def _one_of(argument: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {value!r}")

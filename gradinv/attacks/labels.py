@@ -15,9 +15,10 @@ from gradinv.layers import Layer, read
 CLOSE = 1e-3  # relative; a last layer whose gradient is less exactly dL/db h^T was changed on its way
 
 
-def restore_labels(update: Update) -> Int64[Tensor, " 1"]:
+def restore_labels(update: Update, *, bias: str | None = None) -> Int64[Tensor, " 1"]:
     """The label of the one picture of an update, read off the bias of the last layer.
 
+    bias: the name of that bias, for a caller who knows it; it is looked for otherwise.
     Raises ValueError for more than one picture, another loss than cross-entropy, or a network that does not end
     in a fully connected layer whose bias gradient was sent.
     """
@@ -27,7 +28,7 @@ def restore_labels(update: Update) -> Int64[Tensor, " 1"]:
             "labels can be restored for one picture with cross-entropy, got "
             f"batch_size={update.batch_size} and loss={update.loss!r}"
         )
-    bias = _last_bias(update)
+    bias = bias or last_bias(update)
     if bias is None:
         raise ValueError(
             "labels can be restored from the bias of a fully connected layer whose outputs are the network's and "
@@ -36,11 +37,10 @@ def restore_labels(update: Update) -> Int64[Tensor, " 1"]:
     return update.gradient[bias].argmin()[None]
 
 
-def found_scale(update: Update) -> float | None:
-    """How many times the gradient of the loss the sent gradient is, by its last layer; None where that cannot tell."""
-    bias = _last_bias(update) if update.batch_size == 1 and update.loss == "cross_entropy" else None
+def found_scale(update: Update, bias: str | None) -> float | None:
+    """How many times the gradient of the loss the sent one is, by the layer of that bias; None where it cannot tell."""
     weight = bias and f"{bias.removesuffix('bias')}weight"
-    if bias is None or weight not in update.gradient:
+    if weight not in update.gradient:
         return None
     by_bias, by_weight = update.gradient[bias].double(), update.gradient[weight].double()
     h = by_bias @ by_weight / by_bias.square().sum()
@@ -55,8 +55,10 @@ def found_scale(update: Update) -> float | None:
     return float(by_bias @ expected / expected.square().sum())
 
 
-def _last_bias(update: Update) -> str | None:
-    """The bias of the fully connected layer whose outputs are the network's, if it runs once and was sent."""
+def last_bias(update: Update) -> str | None:
+    """The bias that tells a label: of the fully connected layer whose outputs are the network's, run once and sent."""
+    if update.batch_size > 1 or update.loss != "cross_entropy":
+        return None
     last: Layer = read(update.model, update.input_shape)[-1]
     name = f"{last.name}.bias" if last.name else "bias"
     if not isinstance(last.module, nn.Linear) or len(last.input_shape) != 1 or name not in update.gradient:

@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 from gradinv.attacks import lbfgs
 from gradinv.attacks.double_backward import stack
-from gradinv.attacks.labels import found_scale, restore_labels
+from gradinv.attacks.labels import found_scale, last_bias, restore_labels
 from gradinv.attacks.reconstruction import WEAK, Reconstruction, norm
-from gradinv.client import Update, expect_update, loss_of, outputs_of, working_copy
+from gradinv.client import Update, expect_one_of, expect_update, loss_of, outputs_of, working_copy
 
 OBJECTIVES = ("cosine", "euclidean")
 OPTIMIZERS = ("signed-adam", "adam", "lbfgs")
@@ -139,10 +139,13 @@ def match_gradients(
         if (argument, value) != ("at_once", None) and not _whole(value, least):
             raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
     classes = _classes(updates)
+    restore = labels == "restored" and updates[0].labels is None
+    # a fact of the model, so that of every update
+    bias = last_bias(updates[0]) if restore or objective == "euclidean" else None
     if objective == "euclidean":
-        _warn_of_scale(updates)
-    if labels == "restored" and updates[0].labels is None:
-        updates = [dataclasses.replace(each, labels=restore_labels(each)) for each in updates]
+        _warn_of_scale(updates, bias)
+    if restore:
+        updates = [dataclasses.replace(each, labels=restore_labels(each, bias=bias)) for each in updates]
     started = time.perf_counter()
     sizes = [norm(each.gradient.values()) for each in updates]
     runs = [
@@ -151,7 +154,7 @@ def match_gradients(
         for restart in range(restarts)
         if 0 < sizes[i] < float("inf")
     ]
-    search, stopped = (_lbfgs if optimizer == "lbfgs" else _adam), False
+    stopped = False
     # dropout in train mode draws from the global generator; fused attention has no second derivative
     with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH), _single_precision():
         together, fast = _plan(updates[0], len(runs), at_once, classes, memory=optimizer == "lbfgs")
@@ -162,8 +165,11 @@ def match_gradients(
                     torch.manual_seed(group[0].seed)
                     match = _Match([run.update for run in group], objective, tv, fast=fast)
                     best = _Best(*_starts(group, init, classes))
+                    search = _lbfgs(match, best, steps)
+                    if optimizer != "lbfgs":
+                        search = _adam(match, best, optimizer, steps, lr, schedule, box)
                     try:
-                        for taken in search(match, best, optimizer, steps, lr, schedule, box):
+                        for taken in search:
                             bar.update(taken)
                     finally:
                         best.hand_over(group)
@@ -297,7 +303,7 @@ class _Best:
         """Take the present point where it is better."""
         better = objective < self.objective  # never true for NaN
         for point, unknown in zip(self.points, self.unknowns, strict=True):
-            point.copy_(torch.where(better.view(-1, *[1] * (point.ndim - 1)), unknown.detach(), point))
+            point.copy_(torch.where(_by_run(better, point).bool(), unknown.detach(), point))
         self.objective.copy_(torch.where(better, objective, self.objective))
         self.data.copy_(torch.where(better, data, self.data))
 
@@ -359,9 +365,7 @@ def _captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
-def _lbfgs(
-    match: _Match, best: _Best, optimizer: str, steps: int, lr: float, schedule: str, box: bool
-) -> Iterator[int]:
+def _lbfgs(match: _Match, best: _Best, steps: int) -> Iterator[int]:
     """One search a run; the points they ask for go through the network together."""
     per_run = torch.cat([unknown.detach().flatten(1) for unknown in best.unknowns], 1)
     searches = [lbfgs.minimise(x.clone(), LBFGS_ITERATIONS * steps) for x in per_run]
@@ -523,9 +527,9 @@ def _result(update: Update, size: float, runs: list[_Run], steps: int, stopped: 
     )
 
 
-def _warn_of_scale(updates: Sequence[Update]) -> None:
+def _warn_of_scale(updates: Sequence[Update], bias: str | None) -> None:
     for each in updates:
-        scale = found_scale(each)
+        scale = found_scale(each, bias)
         if scale is not None and abs(scale / each.scale - 1) > 0.05:
             warnings.warn(
                 f"the gradient is {scale:.3g} times that of the loss, but the update says scale={each.scale:g}: the "
@@ -561,14 +565,10 @@ def _check_updates(updates) -> None:
 
 
 def _check_options(first: Update, objective, optimizer, schedule, labels, init, lr, tv) -> None:
-    for argument, value, allowed in (
-        ("objective", objective, OBJECTIVES),
-        ("optimizer", optimizer, OPTIMIZERS),
-        ("schedule", schedule, SCHEDULES),
-        ("labels", labels, LABELS),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {value!r}")
+    expect_one_of("objective", objective, OBJECTIVES)
+    expect_one_of("optimizer", optimizer, OPTIMIZERS)
+    expect_one_of("schedule", schedule, SCHEDULES)
+    expect_one_of("labels", labels, LABELS)
     if not isinstance(init, Tensor) and (not isinstance(init, str) or init not in INITS):
         got = repr(init) if isinstance(init, str) else type(init).__name__
         raise ValueError(f"init must be one of {', '.join(INITS)} or a tensor of pictures, got {got}")

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gradinv.attacks.labels import restore_labels
 from gradinv.attacks.reconstruction import Reconstruction
-from gradinv.client import Update, expect_update
+from gradinv.client import Update, expect_one_of, expect_update
 from gradinv.layers import ACTIVATIONS, Layer, read, slope
 from gradinv.victims import Normalize
 
@@ -36,8 +37,7 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
         "weak gradient" for a zero gradient; "not applicable" where no picture can come out.
         history: a dict a layer from the last to the first, with its name, rows and live rows (dz not zero).
     """
-    if row not in ROWS:
-        raise ValueError(f"row must be one of {', '.join(ROWS)}, got {row!r}")
+    expect_one_of("row", row, ROWS)
     expect_update(update)
     started = time.perf_counter()
     layers = read(update.model, update.input_shape)
@@ -67,15 +67,9 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
 
     walk = _walk(update, block[: len(sent) - sent[::-1].index(True)], row, history)
     labels = update.labels
-    if (
-        front is None
-        and sent[-1]
-        and block[-1][1] is None
-        and update.loss == "cross_entropy"
-        and update.batch_size == 1
-    ):
-        # dz of the last layer is p - onehot(label), with one negative entry
-        labels = update.gradient[f"{block[-1][0].name}.bias"].argmin()[None]
+    outputs_read = front is None and sent[-1] and block[-1][1] is None
+    if outputs_read and update.loss == "cross_entropy" and update.batch_size == 1:
+        labels = restore_labels(update, bias=f"{block[-1][0].name}.bias")
     if walk.stopped:
         status = "blocked" if walk.blocked else "not applicable"
         return answer(status, walk.stopped, features=walk.x, labels=labels)
