@@ -1,10 +1,15 @@
 """A network read as its layers, once: what the analytic attacks and the rank analysis stand on."""
 
 import copy
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+from gradinv.victims import Normalize
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ def read(model: nn.Module, input_shape: tuple[int, ...]) -> list[Layer]:
     if len(input_shape) not in (1, 3):
         raise ValueError(f"input_shape must be (channels, height, width) or (features,), got {tuple(input_shape)}")
     # the copy, which gets the hooks, shares the weights: nothing here writes to them
-    tensors = (*model.parameters(), *model.buffers())
+    tensors, own = (*model.parameters(), *model.buffers()), dict(model.named_modules())
     model = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
     reference = next(model.parameters(), torch.empty(0))
     picture = torch.zeros(1, *input_shape, dtype=reference.dtype, device=reference.device)
@@ -49,7 +54,7 @@ def read(model: nn.Module, input_shape: tuple[int, ...]) -> list[Layer]:
         def hook(module, inputs, named, output):
             taken, given = _first(inputs, named), _first((output,), {})
             layers.append(
-                Layer(name, module, tuple(taken.shape[1:]), tuple(given.shape[1:]), arrived[name] == left[0][0])
+                Layer(name, own[name], tuple(taken.shape[1:]), tuple(given.shape[1:]), arrived[name] == left[0][0])
             )
             left[0] = (_identity(given), given)
 
@@ -80,10 +85,248 @@ def _identity(tensor: Tensor) -> tuple:
     return tensor.data_ptr(), tensor.numel(), tensor.is_contiguous(), tensor._version
 
 
-def slope(activation: nn.Module, output: Tensor) -> Tensor:
-    """The derivative of an activation, read off its output.
+class Operator:
+    """A linear layer as the map z = W x and all that an attack asks of it, in double precision on the CPU.
 
-    Raises TypeError for an activation whose slope cannot be read off its output.
+    Of a layer with weights W and sensitivities k = dL/dz, the gradient is dL/dW = K x, where K holds k in place of W
+    (Zhu & Blaschko 2021, eqs. 13 and 14). Nothing here builds a matrix.
+
+    layer: a convolution, a fully connected layer or an average pooling; pool: an average pooling right after it,
+        which counts as a part of it.
+    input_shape, output_shape: of one picture; bias: what it gives for a zero input.
+    """
+
+    def __init__(self, layer: Layer, pool: Layer | None = None):
+        module = layer.module
+        self.name, self.input_shape, self.output_shape = layer.name, layer.input_shape, (pool or layer).output_shape
+        self.pools = [part.module for part in (layer, pool) if part and not hasattr(part.module, "weight")]
+        self.module = module
+        self.weight = module.weight.detach().double().cpu() if hasattr(module, "weight") else None
+        self.weight_name = f"{layer.name}.weight" if layer.name else "weight"
+        self.groups = getattr(module, "groups", 1)
+        self._sensitivity_shape = layer.output_shape
+        self._pads, self._mode, self._geometry = None, "constant", {}
+        if isinstance(module, nn.Conv2d):
+            self._geometry = {"stride": module.stride, "dilation": module.dilation}
+            if module.padding_mode == "zeros" and not isinstance(module.padding, str):
+                self._geometry["padding"] = module.padding
+            else:
+                self._pads = _pads(module)
+                self._mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        self.bias = torch.zeros(1, *self.output_shape, dtype=torch.float64)
+        if getattr(module, "bias", None) is not None:
+            bias = module.bias.detach().double().cpu().view(1, -1, *[1] * (len(layer.output_shape) - 1))
+            self.bias = self._pool(bias.expand(1, *layer.output_shape))
+
+    def apply(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """W x for inputs (n, *input_shape), without the bias; `weight` may stand for W."""
+        weight = self.weight if weight is None else weight
+        if isinstance(self.module, nn.Linear):
+            return functional.linear(x, weight)
+        return self.convolve(x, weight, self.groups)
+
+    def adjoint(self, z: Tensor, weight: Tensor | None = None) -> Tensor:
+        """W^T z for outputs (n, *output_shape). With a gradient as `weight` and k as z it is K^T of that gradient."""
+        weight = self.weight if weight is None else weight
+        return z @ weight if isinstance(self.module, nn.Linear) else self.convolve_back(z, weight, self.groups)
+
+    def sensitivity(self, k: Tensor) -> Tensor:
+        """dL/dz of the layer itself from that behind its pooling; the same where nothing is pooled."""
+        shape = (k.shape[1], *self._sensitivity_shape[1:])
+        return transposed(self._pool, k, shape) if self.pools else k
+
+    def weight_gradient(self, x: Tensor, k: Tensor) -> Tensor:
+        """K x = dL/dW for one input and one sensitivity."""
+        k = self.sensitivity(k)
+        if isinstance(self.module, nn.Conv2d):
+            return nn.grad.conv2d_weight(self._pad(x), self.weight.shape, k, **self._geometry, groups=self.groups)
+        return k.T @ x
+
+    def convolve(self, x: Tensor, weight: Tensor | None, groups: int = 1) -> Tensor:
+        """The layer on any channels of its input: `weight` (filters, channels, ...) says which filters see them."""
+        if isinstance(self.module, nn.Conv2d):
+            x = functional.conv2d(self._pad(x), weight, **self._geometry, groups=groups)
+        elif isinstance(self.module, nn.Linear):
+            x = functional.conv2d(x, weight)
+        return self._pool(x)
+
+    def convolve_back(self, z: Tensor, weight: Tensor | None, groups: int = 1) -> Tensor:
+        """The transpose of `convolve`."""
+        z = self.sensitivity(z)
+        if isinstance(self.module, nn.Linear):
+            return nn.grad.conv2d_input((len(z), weight.shape[1], 1, 1), weight, z)
+        if not isinstance(self.module, nn.Conv2d):
+            return z
+        shape = (weight.shape[1] * groups, *self.input_shape[1:])
+        padded = self._pad(z.new_zeros(1, *shape)).shape[1:]
+        z = nn.grad.conv2d_input((len(z), *padded), weight, z, **self._geometry, groups=groups)
+        return z if self._pads is None else transposed(self._pad, z, shape)
+
+    def gradient_rows(self, k: Tensor) -> Tensor:
+        """K for one plane of the input, (filters, height * width of the kernel, pixels).
+
+        A weight meets one input channel only, so K holds this block once for each of them (K = I x K0). A fully
+        connected layer sees planes of one pixel.
+        """
+        if isinstance(self.module, nn.Linear):
+            return k.view(-1, 1, 1)
+        height, width = self.input_shape[1:]
+        pixels = torch.eye(height * width, dtype=torch.float64).view(-1, 1, height, width)
+        patches = functional.unfold(self._pad(pixels), self.module.kernel_size, **self._geometry)
+        return torch.einsum("pol,fl->fop", patches, self.sensitivity(k)[0].flatten(1))
+
+    def _pad(self, x: Tensor) -> Tensor:
+        return x if self._pads is None else functional.pad(x, self._pads, self._mode)
+
+    def _pool(self, z: Tensor) -> Tensor:
+        for pool in self.pools:
+            z = pool(z)
+        return z
+
+
+def balance(operator: Operator, k: Tensor) -> float:
+    """What to multiply the gradient's equations K x = dL/dW by, beside z = W x, before least squares.
+
+    k is small, so unscaled they would drown in the error that z carries from the layer above. This makes a column of
+    them ten times as long as one of W.
+    """
+    return 10 * float(operator.weight.norm() / operator.weight.shape[1] ** 0.5 / operator.sensitivity(k).norm())
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A linear layer of a chain, and the elementwise layers after it, up to the next linear one."""
+
+    operator: Operator
+    after: tuple[Layer, ...]
+
+    def undo(self, x: Tensor, k: Tensor, tolerance: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+        """From outputs of the stage and dL/dx there: outputs of the operator without bias, dL/dz, and which are known.
+
+        See `undo`.
+        """
+        x, k, known = undo(self.after, x, k, tolerance)
+        return x - self.operator.bias, k, known
+
+
+def undo(after: tuple[Layer, ...], x: Tensor, k: Tensor, tolerance: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """What went into a few elementwise layers, from what came out and its sensitivity; and which entries are known.
+
+    Behind a ReLU, an output that was cut off is not known; one below `tolerance` times the largest counts as cut off.
+    For the margin of an `inverse`, see there.
+    """
+    known = torch.ones_like(x, dtype=torch.bool)
+    for layer in reversed(after):
+        x, k, known = (value.reshape(len(x), *layer.output_shape) for value in (x, k, known))
+        if isinstance(layer.module, nn.ReLU):
+            x = x.where(x > tolerance * x.abs().max(), 0.0)
+        if not isinstance(layer.module, nn.Flatten | nn.Unflatten):
+            rise = slope(layer.module, x)
+            k, known, x = k * rise, known & (rise != 0), inverse(layer.module, x, max(tolerance, 1e-12))
+        x, k, known = (value.reshape(len(x), *layer.input_shape) for value in (x, k, known))
+    return x, k, known
+
+
+class NotCovered(ValueError):
+    """A network or an update that the recursion does not cover; the message names the layer."""
+
+
+POOLS = (nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+
+
+def chain(
+    model: nn.Module, input_shape: tuple[int, ...], mode: str = "eval"
+) -> tuple[tuple[Layer, ...], list[Stage]]:
+    """A network as a chain: the elementwise layers before its first linear layer, and its stages in running order.
+
+    Raises NotCovered where it is none, and ValueError where the model does not accept that shape.
+    """
+    ran = read(model, input_shape)
+    runs = Counter(id(layer.module.weight) for layer in ran if isinstance(layer.module, nn.Conv2d | nn.Linear))
+    front: list[Layer] = []
+    parts: list[tuple[list[Layer], list[Layer]]] = []
+    for layer in ran:
+        module, what = layer.module, f"{layer.name} ({type(layer.module).__name__})"
+        if not layer.follows:
+            raise NotCovered(f"before {what} the model does something that is not a layer")
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            if isinstance(module, nn.Linear) and len(layer.input_shape) != 1:
+                raise NotCovered(f"{what} runs on many vectors of a {layer.input_shape} input")
+            if runs[id(module.weight)] > 1:
+                raise NotCovered(f"{what} has weights that run more than once")
+            parts.append(([layer], []))
+        elif isinstance(module, POOLS):
+            if parts and not parts[-1][1] and len(parts[-1][0]) == 1 and hasattr(parts[-1][0][0].module, "weight"):
+                parts[-1][0].append(layer)
+            else:
+                parts.append(([layer], []))
+        else:
+            _expect_elementwise(module, what, mode)
+            (parts[-1][1] if parts else front).append(layer)
+    stages = [Stage(Operator(*linear), tuple(after)) for linear, after in parts]
+    if not any(stage.operator.weight is not None for stage in stages):
+        raise NotCovered("the model has no convolution and no fully connected layer")
+    _expect_same_outputs(model, input_shape, tuple(front), stages)
+    return tuple(front), stages
+
+
+def _expect_elementwise(module: nn.Module, what: str, mode: str) -> None:
+    """Raise NotCovered unless the module can be undone entry by entry."""
+    if not isinstance(module, (*ACTIVATIONS, nn.BatchNorm1d, nn.BatchNorm2d, Normalize, nn.Flatten, nn.Unflatten)):
+        raise NotCovered(f"{what} is neither linear nor elementwise with an inverse")
+    if isinstance(module, nn.LeakyReLU) and not module.negative_slope > 0:
+        raise NotCovered(f"{what} has the slope {module.negative_slope}, so it has no inverse")
+    if mode == "train" and isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.Dropout):
+        raise NotCovered(f"{what} is in train mode")
+    if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+        if module.running_mean is None:
+            raise NotCovered(f"{what} keeps no running statistics")
+        if module.weight is not None and not module.weight.all():
+            raise NotCovered(f"{what} multiplies a channel by zero")
+
+
+@torch.no_grad()
+def _expect_same_outputs(model, input_shape, front: tuple[Layer, ...], stages: list[Stage]) -> None:
+    """Raise NotCovered unless the layers, run one after the other, give what the model gives."""
+    copied = copy.deepcopy(model).eval().double().cpu()
+    picture = torch.linspace(0.1, 0.9, math.prod(input_shape), dtype=torch.float64).view(1, *input_shape)
+    x = _through(copied, front, picture)
+    for stage in stages:
+        x = _through(copied, stage.after, stage.operator.apply(x) + stage.operator.bias)
+    outputs = copied(picture)
+    if not isinstance(outputs, Tensor) or outputs.shape != x.shape or not torch.allclose(outputs, x, 1e-6, 1e-9):
+        raise NotCovered("after its last layer, or beside its layers, the model does something that is not a layer")
+
+
+def _through(model: nn.Module, after: tuple[Layer, ...], x: Tensor) -> Tensor:
+    for layer in after:
+        x = (model.get_submodule(layer.name) if layer.name else model)(x)
+    return x
+
+
+def _pads(conv: nn.Conv2d) -> tuple[int, ...]:
+    """The padding of a convolution as `functional.pad` takes it: left, right, top, bottom."""
+    pads: list[int] = []
+    for i in (1, 0):
+        if conv.padding == "same":
+            both = conv.dilation[i] * (conv.kernel_size[i] - 1)
+            pads += [both // 2, both - both // 2]
+        else:
+            pads += [0 if conv.padding == "valid" else conv.padding[i]] * 2
+    return tuple(pads)
+
+
+@torch.enable_grad()
+def transposed(linear, z: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The transpose of a linear function of one picture's shape, for outputs z."""
+    x = z.new_zeros(len(z), *shape, requires_grad=True)
+    return torch.autograd.grad(linear(x), x, z)[0]
+
+
+def slope(activation: nn.Module, output: Tensor) -> Tensor:
+    """The derivative of an activation or of another elementwise layer in eval mode, read off its output.
+
+    Raises TypeError for a module whose slope cannot be read off its output.
     """
     match activation:
         case nn.ReLU():
@@ -94,9 +337,68 @@ def slope(activation: nn.Module, output: Tensor) -> Tensor:
             return output * (1 - output)
         case nn.Tanh():
             return 1 - output**2
+        case nn.ELU():
+            return torch.ones_like(output).where(output > 0, output + activation.alpha)
+        case nn.Softplus():
+            return -torch.expm1(-activation.beta * output)
         case nn.Identity() | nn.Dropout():
             return torch.ones_like(output)
+        case nn.BatchNorm1d() | nn.BatchNorm2d() | Normalize():
+            return torch.ones_like(output) * _affine(activation, output)[0]
     raise TypeError(f"the slope of {type(activation).__name__} cannot be read off its output")
 
 
-ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.Sigmoid, nn.Tanh, nn.Identity, nn.Dropout)
+def inverse(activation: nn.Module, output: Tensor, margin: float = 1e-12) -> Tensor:
+    """The input of an activation or of another elementwise layer in eval mode, from its output.
+
+    An output outside the range, or closer than `margin` times its width to a border, is taken along the tangent at
+    that distance, so that the inverse is defined everywhere and has one derivative. A ReLU gives its output back:
+    where that is zero, any input below zero was possible.
+
+    Raises TypeError for a module without an inverse.
+    """
+    match activation:
+        case nn.ReLU() | nn.Identity() | nn.Dropout():
+            return output
+        case nn.LeakyReLU():
+            return output.where(output > 0, output / activation.negative_slope)
+        case nn.Sigmoid():
+            return _tangent(torch.logit, output, margin, 1 - margin)
+        case nn.Tanh():
+            return _tangent(torch.atanh, output, 2 * margin - 1, 1 - 2 * margin)
+        case nn.ELU():
+            low = activation.alpha * (margin - 1)
+            return output.where(output > 0, _tangent(lambda y: torch.log1p(y / activation.alpha), output, low, 0.0))
+        case nn.Softplus():
+            beta, linear = activation.beta, output * activation.beta > activation.threshold
+            low = _tangent(lambda y: y + torch.log(-torch.expm1(-beta * y)) / beta, output, margin, math.inf)
+            return output.where(linear, low)
+        case nn.BatchNorm1d() | nn.BatchNorm2d() | Normalize():
+            factor, shift = _affine(activation, output)
+            return (output - shift) / factor
+    raise TypeError(f"{type(activation).__name__} has no inverse")
+
+
+def _tangent(function, y: Tensor, low: float, high: float) -> Tensor:
+    """A monotone function between two borders, and its tangents beyond them."""
+    inside = y.clamp(low, high)
+    with torch.enable_grad():
+        at = inside.detach().requires_grad_()
+        (rise,) = torch.autograd.grad(function(at).sum(), at)
+    return function(inside) + rise * (y - inside)
+
+
+def _affine(module: nn.Module, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Factor and shift of a layer that scales each channel, for outputs (n, channels, ...)."""
+    if isinstance(module, Normalize):
+        factor, shift = 1 / module.std, -module.mean / module.std
+    else:
+        factor = (module.running_var + module.eps).rsqrt()
+        factor = factor if module.weight is None else factor * module.weight.detach()
+        shift = -module.running_mean * factor
+        shift = shift if module.bias is None else shift + module.bias.detach()
+    view = (-1, *[1] * (output.ndim - 2))
+    return factor.to(output).view(view), shift.to(output).view(view)
+
+
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.Sigmoid, nn.Tanh, nn.ELU, nn.Softplus, nn.Identity, nn.Dropout)

@@ -5,16 +5,18 @@ over-determined layer before it |V| virtual ones. RA-i = |x| - |W| - |z| - |V|: 
 recovered in full. The converse fails, since equations can repeat each other; `nullity` counts what is really lost.
 """
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import pandas as pd
 import torch
+from jaxtyping import Float
 from matplotlib.figure import Figure
 from scipy.linalg.lapack import dpstrf
 from torch import Tensor, nn
-from torch.nn import functional
 from torchvision.models.resnet import BasicBlock
 
 from gradinv import layers as layers_
@@ -189,25 +191,118 @@ def nullity(conv: nn.Conv2d, input_shape: tuple[int, int, int], *, seed: int = 0
         raise ValueError(f"conv must have groups=1 and zero padding given in pixels, got {conv}")
     if len(input_shape) != 3 or input_shape[0] != conv.in_channels:
         raise ValueError(f"input_shape must be ({conv.in_channels}, height, width), got {tuple(input_shape)}")
-    channels, height, width = input_shape
-    if height * width > LARGEST:
-        return None
-    weight = conv.weight.detach().double().cpu()
-    geometry = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
-    pixels = torch.eye(height * width, dtype=torch.float64).reshape(-1, 1, height, width)
+    operator = layers_.Operator(layers_.read(conv, tuple(input_shape))[0])
     generator = torch.Generator().manual_seed(seed)
-    patches = functional.unfold(pixels, conv.kernel_size, **geometry)  # pixel, offset, output position
-    sensitivity = torch.randn(conv.out_channels, patches.shape[2], generator=generator, dtype=torch.float64)
-    gradient_rows = torch.einsum("poa,fa->fop", patches, sensitivity).flatten(0, 1)
-    free = _null_space(gradient_rows)  # (directions, pixels), the same for every input channel
-    unknowns = free.shape[0] * channels
-    outputs = conv.out_channels * patches.shape[2]
-    if not unknowns:
-        return 0
-    if min(unknowns, outputs) > LARGEST:
+    sensitivity = torch.randn(1, *operator.output_shape, generator=generator, dtype=torch.float64)
+    return lost(operator, sensitivity)
+
+
+def lost(operator: layers_.Operator, sensitivity: Tensor | None, known: Tensor | None = None) -> int | None:
+    """How many dimensions of a linear layer's input neither its weight gradient nor its output determine.
+
+    The gradient's equations act on each input channel alike, so their null space is found once, and the output's
+    equations are restricted to it.
+
+    Args:
+        sensitivity: dL/dz (1, *output_shape); None where the gradient of the layer's weights is not there.
+        known: which outputs are known, as a mask of that shape; None for all of them.
+
+    Returns:
+        The number, or None where the matrices would be larger than `LARGEST`.
+    """
+    if math.prod(operator.input_shape[1:]) > LARGEST:
         return None
-    gram = _gram_of_inputs if unknowns <= outputs else _gram_of_outputs
-    return unknowns - _rank(gram(weight, free, (height, width), geometry), weight.square().sum().item())
+    parts = _parts(operator, sensitivity, known)
+    if any(min(part.unknowns, part.outputs) > LARGEST for part in parts):
+        return None
+    return sum(part.unknowns - part.rank() for part in parts)
+
+
+def lost_directions(
+    operator: layers_.Operator, sensitivity: Tensor | None, known: Tensor | None = None
+) -> Float[Tensor, "lost unknowns"]:
+    """An orthonormal basis of the dimensions that `lost` counts."""
+    found = []
+    for part in _parts(operator, sensitivity, known):
+        values, vectors = torch.linalg.eigh(part.gram_of_inputs())
+        null = vectors[:, : part.unknowns - part.rank()].T.reshape(-1, part.channels, len(part.free))
+        whole = torch.zeros(len(null), *operator.input_shape, dtype=torch.float64)
+        whole[:, part.first : part.first + part.channels] = (null @ part.free).view(-1, part.channels, *part.size)
+        found.append(whole.flatten(1))
+    return torch.cat(found)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The input channels that one set of filters sees, and what the gradient's equations leave free in each.
+
+    free: (directions, pixels of a channel); image: from some of these channels and pictures of them to the known
+    outputs, and back: its transpose; outputs: how many are known.
+    """
+
+    first: int
+    channels: int
+    size: tuple[int, int]
+    free: Tensor
+    image: Callable[[slice, Tensor], Tensor]
+    back: Callable[[slice, Tensor], Tensor]
+    outputs: int
+    scale: float
+
+    @property
+    def unknowns(self) -> int:
+        return len(self.free) * self.channels
+
+    def rank(self) -> int:
+        if not self.unknowns:
+            return 0
+        gram = self.gram_of_inputs if self.unknowns <= self.outputs else self._gram_of_outputs
+        return _rank(gram(), self.scale)
+
+    def gram_of_inputs(self) -> Tensor:
+        """The lower half of F^T A^T A F, with A the layer and F the free directions of all channels."""
+        count = len(self.free)
+        gram = torch.zeros(self.unknowns, self.unknowns, dtype=torch.float64)
+        for channel in range(self.channels):
+            images = self.image(slice(channel, channel + 1), self.free.view(-1, 1, *self.size))
+            back = self.back(slice(channel + 1), images).flatten(2) @ self.free.T
+            gram[channel * count : (channel + 1) * count, : (channel + 1) * count] = back.flatten(1)
+        return gram
+
+    def _gram_of_outputs(self) -> Tensor:
+        """A F F^T A^T, by passing the projector on the free directions through the layer from both sides."""
+        projector = (self.free.T @ self.free).view(-1, 1, *self.size)
+        total = torch.zeros((), dtype=torch.float64)
+        for channel in range(self.channels):
+            only = slice(channel, channel + 1)
+            half = self.image(only, projector).flatten(1)
+            total = total + self.image(only, half.T.reshape(-1, 1, *self.size)).flatten(1)
+        return total
+
+
+def _parts(operator: layers_.Operator, sensitivity: Tensor | None, known: Tensor | None) -> list[_Part]:
+    channels, *size = (*operator.input_shape, 1, 1)[:3]  # a fully connected layer sees channels of one pixel
+    weight, groups = operator.weight, operator.groups
+    if weight is None:  # a pooling treats every channel by itself
+        weight, groups = torch.ones(channels, 1, 1, 1, dtype=torch.float64), channels
+    weight = weight.view(*weight.shape, *[1] * (4 - weight.ndim))
+    if known is None:
+        known = torch.ones(1, *operator.output_shape, dtype=torch.bool)
+    known = known.view(1, len(weight), *known.shape[2:] or (1, 1))
+    rows = None if sensitivity is None else operator.gradient_rows(sensitivity)
+    parts = []
+    for group in range(groups):
+        filters = slice(group * len(weight) // groups, (group + 1) * len(weight) // groups)
+        if rows is None:
+            free = torch.eye(math.prod(size), dtype=torch.float64)
+        else:
+            free = _null_space(rows[filters].flatten(0, 1))
+        seen = (operator, weight[filters], known[:, filters])
+        scale, outputs = weight[filters].square().sum().item(), int(known[:, filters].sum())
+        image, back = partial(_image, *seen), partial(_back, *seen)
+        inputs = weight.shape[1]
+        parts.append(_Part(group * inputs, inputs, tuple(size), free, image, back, outputs, scale))
+    return parts
 
 
 def _null_space(rows: Tensor) -> Tensor:
@@ -215,25 +310,13 @@ def _null_space(rows: Tensor) -> Tensor:
     return right[int((values > values[0] * 1e-10).sum()) :]
 
 
-def _gram_of_inputs(weight: Tensor, free: Tensor, size: tuple[int, int], geometry: dict) -> Tensor:
-    """F W^T W F^T, with W the convolution and F the free directions of all input channels."""
-    shape, rows = (len(free), weight.shape[1], *size), []
-    for channel in range(weight.shape[1]):
-        images = functional.conv2d(free.reshape(-1, 1, *size), weight[:, [channel]], **geometry)
-        back = nn.grad.conv2d_input(shape, weight, images, **geometry).flatten(2)
-        rows.append((back @ free.T).flatten(1))
-    return torch.cat(rows)
+def _image(operator: layers_.Operator, weight: Tensor, known: Tensor, only: slice, pictures: Tensor) -> Tensor:
+    """What the known outputs are for pictures of some of the channels; zero elsewhere."""
+    return operator.convolve(pictures, weight[:, only]) * known
 
 
-def _gram_of_outputs(weight: Tensor, free: Tensor, size: tuple[int, int], geometry: dict) -> Tensor:
-    """W F^T F W^T, by convolving the projector on the free directions from both sides."""
-    projector = (free.T @ free).reshape(-1, 1, *size)
-    total = torch.zeros((), dtype=weight.dtype)
-    for channel in range(weight.shape[1]):
-        kernel = weight[:, [channel]]
-        half = functional.conv2d(projector, kernel, **geometry).flatten(1)
-        total = total + functional.conv2d(half.T.reshape(-1, 1, *size), kernel, **geometry).flatten(1)
-    return total
+def _back(operator: layers_.Operator, weight: Tensor, known: Tensor, only: slice, outputs: Tensor) -> Tensor:
+    return operator.convolve_back(outputs * known, weight[:, only])
 
 
 def _rank(gram: Tensor, size: float) -> int:

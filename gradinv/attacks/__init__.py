@@ -3,7 +3,8 @@
 from gradinv.attacks.labels import restore_labels
 from gradinv.attacks.matching import dlg, inverting_gradients, match_gradients, total_variation
 from gradinv.attacks.reconstruction import STATUSES, Reconstruction
-from gradinv.attacks.recursive import FOLD, logits, mu_roots, twin_ratio
+from gradinv.attacks.last_layer import FOLD, logits, mu_roots, twin_ratio
+from gradinv.attacks.recursive import r_gap
 from gradinv.attacks.walk_back import walk_back
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "logits",
     "match_gradients",
     "mu_roots",
+    "r_gap",
     "restore_labels",
     "total_variation",
     "twin_ratio",
