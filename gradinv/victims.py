@@ -75,17 +75,20 @@ def fc(sizes: Sequence[int], *, bias: bool | str | Sequence[bool] = True, activa
     return nn.Sequential(*layers[:-1]).eval()
 
 
-def lenet(channels: int = 3, classes: int = 10, size: int = 32, activation: str = "sigmoid") -> nn.Module:
+def lenet(
+    channels: int = 3, classes: int = 10, size: int = 32, activation: str = "sigmoid", bias: bool = True
+) -> nn.Module:
     """The small smooth network of DLG, "LeNet (Zhu)": weights and biases uniform in (-0.5, 0.5).
 
     Three 5 x 5 convolutions of 12 filters, strides 2, 2, 1, and one linear layer; 15,826 parameters for
-    32 x 32 colour pictures and 10 classes. activation="leaky_relu" gives R-GAP's LeNet*.
+    32 x 32 colour pictures and 10 classes. R-GAP's LeNet has no biases, one channel and one logit, for pictures of
+    28 x 28; with activation="leaky_relu" it is their LeNet* (Zhu & Blaschko 2021).
     """
     layers = []
     for inputs, stride in ((channels, 2), (12, 2), (12, 1)):
-        layers += [nn.Conv2d(inputs, 12, 5, stride, padding=2), _activation(activation)]
+        layers += [nn.Conv2d(inputs, 12, 5, stride, padding=2, bias=bias), _activation(activation)]
     side = math.ceil(math.ceil(size / 2) / 2)
-    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(12 * side * side, classes))
+    net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(12 * side * side, classes, bias=bias))
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.uniform_(-0.5, 0.5)

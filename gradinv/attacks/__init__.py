@@ -1,5 +1,6 @@
 """Every attack is a function of an `Update` and gives a `Reconstruction`."""
 
+from gradinv.attacks.hybrid import h_gap, roughness
 from gradinv.attacks.labels import restore_labels
 from gradinv.attacks.matching import dlg, inverting_gradients, match_gradients, total_variation
 from gradinv.attacks.reconstruction import STATUSES, Reconstruction
@@ -12,12 +13,14 @@ __all__ = [
     "STATUSES",
     "Reconstruction",
     "dlg",
+    "h_gap",
     "inverting_gradients",
     "logits",
     "match_gradients",
     "mu_roots",
     "r_gap",
     "restore_labels",
+    "roughness",
     "total_variation",
     "twin_ratio",
     "walk_back",

@@ -55,8 +55,12 @@ class _Memory:
         self.sy, self.yy = np.zeros((MEMORY, MEMORY)), np.zeros((MEMORY, MEMORY))
 
     def add(self, step: Tensor, change: Tensor) -> None:
-        """Keep a pair, unless the curvature along it is not positive or a product leaves the numbers of its type."""
-        if not 1e-10 < float(step @ change) < math.inf or not 0 < float(change @ change) < math.inf:
+        """Keep a pair, unless the curvature along it is not positive or a product leaves the numbers of its type.
+
+        Positive means above rounding: near an exact match both the step and the change are tiny.
+        """
+        along, size = float(step @ change), float(step.norm() * change.norm())
+        if not torch.finfo(step.dtype).eps * size < along < math.inf or not 0 < float(change @ change) < math.inf:
             return
         i = self.count % MEMORY
         self.count += 1
