@@ -193,29 +193,29 @@ def resnet(
     return net.eval()
 
 
-def cnn6(activation: str = "leaky_relu") -> nn.Module:
-    """CNN6 of R-GAP (Zhu & Blaschko 2021): six convolutions and one logit, no bias, for 32 x 32 colour pictures."""
-    return _cnn6(36, activation)
+def cnn6(activation: str = "leaky_relu", *, second: int = 36, size: tuple[int, int] = (32, 32)) -> nn.Module:
+    """CNN6 of R-GAP (Zhu & Blaschko 2021): six convolutions and one logit, no bias, for colour pictures.
 
-
-def cnn6d() -> nn.Module:
-    """CNN6-d of R-GAP: CNN6 with its second convolution narrowed to 20 filters, which makes it rank-deficient."""
-    return _cnn6(20, "leaky_relu")
-
-
-def _cnn6(narrow: int, activation: str) -> nn.Module:
+    second: filters of its second convolution, which decide what is lost there; size: (height, width) of the pictures.
+    """
     plan = (
         (3, 12, 4, 2, 2),
-        (12, narrow, 3, 2, 1),
-        (narrow, 36, 3, 1, 1),
+        (12, second, 3, 2, 1),
+        (second, 36, 3, 1, 1),
         (36, 36, 3, 1, 1),
         (36, 64, 3, 2, 1),
         (64, 128, 3, 1, 1),
     )
-    layers = []
+    layers, sides = [], size
     for inputs, outputs, kernel, stride, padding in plan:
         layers += [nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False), _activation(activation)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(3200, 1, bias=False)).eval()
+        sides = [(side + 2 * padding - kernel) // stride + 1 for side in sides]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * math.prod(sides), 1, bias=False)).eval()
+
+
+def cnn6d() -> nn.Module:
+    """CNN6-d of R-GAP: CNN6 with its second convolution narrowed to 20 filters, which makes it rank-deficient."""
+    return cnn6(second=20)
 
 
 def fcn3() -> nn.Module:
