@@ -4,12 +4,13 @@ import copy
 import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradinv.victims import Normalize
+from gradinv.victims import Normalize, NoSkip
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Layer:
 
     name and module as in the model; input_shape and output_shape of one picture, without the batch axis;
     follows says whether its input is the previous layer's output, unchanged or reshaped (for the first layer:
-    the picture).
+    the picture); takes and gives are marks of its input and output, the same for one value wherever it goes.
     """
 
     name: str
@@ -26,6 +27,8 @@ class Layer:
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
     follows: bool
+    takes: tuple = ()
+    gives: tuple = ()
 
 
 @torch.no_grad()
@@ -43,8 +46,8 @@ def read(model: nn.Module, input_shape: tuple[int, ...]) -> list[Layer]:
     picture = torch.zeros(1, *input_shape, dtype=reference.dtype, device=reference.device)
     layers: list[Layer] = []
     arrived: dict[str, tuple] = {}
-    # Keeping the last output alive keeps its address from being given to another tensor.
-    left = [(_identity(picture), picture)]
+    # Keeping every output alive keeps its address from being given to another tensor.
+    left, kept = [_identity(picture)], [picture]
 
     def before(name):
         # read before the layer runs, since an in-place activation changes its own input
@@ -53,10 +56,10 @@ def read(model: nn.Module, input_shape: tuple[int, ...]) -> list[Layer]:
     def after(name):
         def hook(module, inputs, named, output):
             taken, given = _first(inputs, named), _first((output,), {})
-            layers.append(
-                Layer(name, own[name], tuple(taken.shape[1:]), tuple(given.shape[1:]), arrived[name] == left[0][0])
-            )
-            left[0] = (_identity(given), given)
+            shapes, takes, gives = (tuple(taken.shape[1:]), tuple(given.shape[1:])), arrived[name], _identity(given)
+            layers.append(Layer(name, own[name], *shapes, takes == left[-1], takes, gives))
+            left.append(gives)
+            kept.append(given)
 
         return hook
 
@@ -104,7 +107,7 @@ class Operator:
         self.weight = module.weight.detach().double().cpu() if hasattr(module, "weight") else None
         self.weight_name = f"{layer.name}.weight" if layer.name else "weight"
         self.groups = getattr(module, "groups", 1)
-        self._sensitivity_shape = layer.output_shape
+        self._sensitivity_shape = layer.output_shape if self.weight is not None else layer.input_shape
         self._pads, self._mode, self._geometry = None, "constant", {}
         if isinstance(module, nn.Conv2d):
             self._geometry = {"stride": module.stride, "dilation": module.dilation}
@@ -200,13 +203,99 @@ class Stage:
     operator: Operator
     after: tuple[Layer, ...]
 
+    @property
+    def name(self) -> str:
+        return self.operator.name
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """Every linear layer in it."""
+        return (self.operator,)
+
+    @property
+    def elementwise(self) -> tuple[Layer, ...]:
+        """Every elementwise layer in it."""
+        return self.after
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the stage gives for inputs (n, *input_shape), in any shape."""
+        return through(self.after, self.operator.apply(x.reshape(-1, *self.operator.input_shape)) + self.operator.bias)
+
     def undo(self, x: Tensor, k: Tensor, tolerance: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
         """From outputs of the stage and dL/dx there: outputs of the operator without bias, dL/dz, and which are known.
 
         See `undo`.
         """
         x, k, known = undo(self.after, x, k, tolerance)
+        x, k, known = (value.reshape(len(x), *self.operator.output_shape) for value in (x, k, known))
         return x - self.operator.bias, k, known
+
+
+class Block:
+    """A residual block of two linear layers as a stage of a chain (Zhu & Blaschko 2021, appendix D).
+
+    Its output, before the elementwise layers after it, is f = W2 x2 + S x + a constant, where x2 = a(W1 x). The
+    scales of a frozen batch norm count as a part of W2 and S.
+
+    first: W1 and a; second: W2; shortcut: S, or None where it is the identity.
+    """
+
+    def __init__(self, first: Stage, second: Stage, shortcut: Stage | None, after: tuple[Layer, ...], name: str):
+        self.first, self.second, self.shortcut, self.after, self.name = first, second, shortcut, after, name
+        self.shapes = second.operator.input_shape, first.operator.input_shape  # of x2 and of x
+        self.scale, self.constant = _scale_and_shift(second)
+        self.shortcut_scale = torch.ones_like(self.scale)
+        if shortcut:
+            self.shortcut_scale, constant = _scale_and_shift(shortcut)
+            self.constant = self.constant + constant
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        return tuple(part.operator for part in (self.first, self.second, self.shortcut) if part)
+
+    @property
+    def elementwise(self) -> tuple[Layer, ...]:
+        return (
+            *self.after,
+            *(layer for part in (self.first, self.second, self.shortcut) if part for layer in part.after),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(-1, *self.shapes[1])
+        return through(self.after, self.main(self.first.forward(x)) + self.side(x) + self.constant)
+
+    def undo(self, x: Tensor, k: Tensor, tolerance: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+        """From outputs of the block and dL/dx there: W2 x2 + S x, dL/df, and which entries are known."""
+        x, k, known = (value.reshape(self.scale.shape) for value in undo(self.after, x, k, tolerance))
+        return x - self.constant, k, known
+
+    def main(self, middle: Tensor) -> Tensor:
+        """W2 x2."""
+        return self.scale * self.second.operator.apply(middle.reshape(-1, *self.shapes[0]))
+
+    def main_back(self, f: Tensor) -> Tensor:
+        return self.second.operator.adjoint(self.scale * f)
+
+    def side(self, x: Tensor) -> Tensor:
+        """S x."""
+        return self.shortcut_scale * self.shortcut.operator.apply(x) if self.shortcut else x
+
+    def side_back(self, f: Tensor) -> Tensor:
+        return self.shortcut.operator.adjoint(self.shortcut_scale * f) if self.shortcut else f
+
+
+def _scale_and_shift(stage: Stage) -> tuple[Tensor, Tensor]:
+    """s and c of a stage s W x + c, whose elementwise layers only scale and shift."""
+    zero = torch.zeros(1, *stage.operator.output_shape, dtype=torch.float64)
+    z, scale, _ = stage.undo(zero, torch.ones_like(zero))
+    return scale, -scale * z
+
+
+def through(after: tuple[Layer, ...], x: Tensor) -> Tensor:
+    """A few elementwise layers, one after the other."""
+    for layer in after:
+        x = layer.module(x.reshape(len(x), *layer.input_shape))
+    return x
 
 
 def undo(after: tuple[Layer, ...], x: Tensor, k: Tensor, tolerance: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,38 +325,116 @@ POOLS = (nn.AvgPool2d, nn.AdaptiveAvgPool2d)
 
 def chain(
     model: nn.Module, input_shape: tuple[int, ...], mode: str = "eval"
-) -> tuple[tuple[Layer, ...], list[Stage]]:
+) -> tuple[tuple[Layer, ...], list[Stage | Block]]:
     """A network as a chain: the elementwise layers before its first linear layer, and its stages in running order.
+
+    The layers are those of a copy in double precision on the CPU. A residual block is found by what its layers take:
+    where a layer takes the output of none, it should be the sum of two branches. What they give is checked in the end.
 
     Raises NotCovered where it is none, and ValueError where the model does not accept that shape.
     """
-    ran = read(model, input_shape)
-    runs = Counter(id(layer.module.weight) for layer in ran if isinstance(layer.module, nn.Conv2d | nn.Linear))
+    model = copy.deepcopy(model).eval().double().cpu()
+    ran = [layer for layer in read(model, input_shape) if not isinstance(layer.module, nn.Sequential)]  # an empty one
+    runs = Counter(id(layer.module.weight) for layer in ran if _is_weighted(layer))
+    for layer in ran:
+        if _is_weighted(layer) and runs[id(layer.module.weight)] > 1:
+            raise NotCovered(f"{_what(layer)} has weights that run more than once")
+    if ran and not ran[0].follows:
+        raise NotCovered(f"before {_what(ran[0])} the model does something that is not a layer")
+    plain, *rest = _blocks(ran)
+    front, stages = _stages(plain, mode)
+    for branches, plain in zip(rest[::2], rest[1::2], strict=True):
+        after, more = _stages(plain, mode)
+        stages += [_block(*branches, plain[0], after, mode), *more]
+    if not any(operator.weight is not None for stage in stages for operator in stage.operators):
+        raise NotCovered("the model has no convolution and no fully connected layer")
+    _expect_same_outputs(model, input_shape, front, stages)
+    return front, stages
+
+
+def _what(layer: Layer) -> str:
+    return f"{layer.name} ({type(layer.module).__name__})"
+
+
+def _is_weighted(layer: Layer) -> bool:
+    return isinstance(layer.module, nn.Conv2d | nn.Linear)
+
+
+def _blocks(ran: list[Layer]) -> list:
+    """Plain layers, the two branches of a block, plain layers, and so on in turn."""
+    lines: list[list[Layer]] = [[]]
+    for layer in ran:
+        if lines[-1] and layer.takes != lines[-1][-1].gives:
+            lines.append([])
+        lines[-1].append(layer)
+    line, *lines = lines
+    found: list = []
+    while lines:
+        behind, branch = lines.pop(0), []
+        start = max((i for i, layer in enumerate(line) if layer.takes == behind[0].takes), default=None)
+        if start is not None and lines:
+            behind, branch = lines.pop(0), behind
+        elif start is None:
+            start = ([0, 0] + [i for i, layer in enumerate(line) if _is_weighted(layer)])[-2]
+        if [type(layer.module) for layer in branch] == [NoSkip]:
+            line = line + behind
+        else:
+            found += [line[:start], (line[start:], branch)]
+            line = behind
+    return [*found, line]
+
+
+def _stages(layers: list[Layer], mode: str) -> tuple[tuple[Layer, ...], list[Stage]]:
+    """Layers of which each takes what the one before gives: the elementwise ones that come first, and the stages."""
     front: list[Layer] = []
     parts: list[tuple[list[Layer], list[Layer]]] = []
-    for layer in ran:
-        module, what = layer.module, f"{layer.name} ({type(layer.module).__name__})"
-        if not layer.follows:
-            raise NotCovered(f"before {what} the model does something that is not a layer")
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            if isinstance(module, nn.Linear) and len(layer.input_shape) != 1:
-                raise NotCovered(f"{what} runs on many vectors of a {layer.input_shape} input")
-            if runs[id(module.weight)] > 1:
-                raise NotCovered(f"{what} has weights that run more than once")
+    for layer in layers:
+        if _is_weighted(layer):
+            if isinstance(layer.module, nn.Linear) and len(layer.input_shape) != 1:
+                raise NotCovered(f"{_what(layer)} runs on many vectors of a {layer.input_shape} input")
             parts.append(([layer], []))
-        elif isinstance(module, POOLS):
-            if parts and not parts[-1][1] and len(parts[-1][0]) == 1 and hasattr(parts[-1][0][0].module, "weight"):
+        elif isinstance(layer.module, POOLS):
+            if parts and not parts[-1][1] and len(parts[-1][0]) == 1 and _is_weighted(parts[-1][0][0]):
                 parts[-1][0].append(layer)
             else:
                 parts.append(([layer], []))
         else:
-            _expect_elementwise(module, what, mode)
+            _expect_elementwise(layer.module, _what(layer), mode)
             (parts[-1][1] if parts else front).append(layer)
-    stages = [Stage(Operator(*linear), tuple(after)) for linear, after in parts]
-    if not any(stage.operator.weight is not None for stage in stages):
-        raise NotCovered("the model has no convolution and no fully connected layer")
-    _expect_same_outputs(model, input_shape, tuple(front), stages)
-    return tuple(front), stages
+    return tuple(front), [Stage(Operator(*linear), tuple(after)) for linear, after in parts]
+
+
+def _block(branch: list[Layer], other: list[Layer], behind: Layer, after: tuple[Layer, ...], mode: str) -> Block:
+    """The block of two branches, of which the sum goes to the layer behind."""
+    main, side = sorted((branch, other), key=lambda layers: -sum(map(_is_weighted, layers)))
+    ahead, stages = _stages(main, mode)
+    ahead_of_side, shortcut = _stages(side, mode)
+    counts = len(stages), len(shortcut)
+    if counts not in ((2, 0), (2, 1)) or any(stage.operator.weight is None for stage in stages):
+        raise NotCovered(
+            f"before {_what(behind)} the model does something that is not a layer; a sum is covered where it ends a "
+            "residual block of two linear layers, beside the identity or one more, "
+            f"but here the branches have {counts[0]} and {counts[1]}"
+        )
+    name = _common_name([*main, *side])
+    for layer in (*ahead, *ahead_of_side):
+        if not isinstance(layer.module, nn.Identity | nn.Dropout):
+            raise NotCovered(f"{_what(layer)} comes before the linear layers of a branch of {name}")
+    for layer in (*stages[1].after, *(layer for stage in shortcut for layer in stage.after)):
+        if not isinstance(layer.module, nn.Identity | nn.Dropout | nn.BatchNorm1d | nn.BatchNorm2d):
+            raise NotCovered(f"{_what(layer)} comes between a linear layer of {name} and the sum of its branches")
+    shape = shortcut[0].operator.output_shape if shortcut else stages[0].operator.input_shape
+    sizes = {stages[1].operator.output_shape, shape}
+    if len(sizes) > 1 or math.prod(shape) != math.prod(behind.input_shape):
+        raise NotCovered(f"the branches of {name} are joined before {_what(behind)}, but not by a sum of their outputs")
+    return Block(*stages, shortcut[0] if shortcut else None, after, name)
+
+
+def _common_name(layers: list[Layer]) -> str:
+    """The name of the module that holds these layers, or of the first and last of them."""
+    parts = zip(*(layer.name.split(".") for layer in layers), strict=False)
+    common = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, parts)]
+    return ".".join(common) or f"{layers[0].name} to {layers[-1].name}"
 
 
 def _expect_elementwise(module: nn.Module, what: str, mode: str) -> None:
@@ -286,22 +453,34 @@ def _expect_elementwise(module: nn.Module, what: str, mode: str) -> None:
 
 
 @torch.no_grad()
-def _expect_same_outputs(model, input_shape, front: tuple[Layer, ...], stages: list[Stage]) -> None:
-    """Raise NotCovered unless the layers, run one after the other, give what the model gives."""
-    copied = copy.deepcopy(model).eval().double().cpu()
+def _expect_same_outputs(model, input_shape, front: tuple[Layer, ...], stages: list[Stage | Block]) -> None:
+    """Raise NotCovered unless the stages, one after the other, give what the model gives on the way and at the end."""
     picture = torch.linspace(0.1, 0.9, math.prod(input_shape), dtype=torch.float64).view(1, *input_shape)
-    x = _through(copied, front, picture)
+    took: dict[str, Tensor] = {}
+
+    def note(name):
+        return lambda module, inputs, named: took.update({name: _first(inputs, named).clone()})
+
+    hooks = [
+        stage.operators[0].module.register_forward_pre_hook(note(stage.name), with_kwargs=True) for stage in stages
+    ]
+    outputs = model(picture.clone())
+    for hook in hooks:
+        hook.remove()
+    x, before = through(front, picture.clone()), None
     for stage in stages:
-        x = _through(copied, stage.after, stage.operator.apply(x) + stage.operator.bias)
-    outputs = copied(picture)
-    if not isinstance(outputs, Tensor) or outputs.shape != x.shape or not torch.allclose(outputs, x, 1e-6, 1e-9):
+        if stage.operators[0].weight is not None and not _same(took[stage.name], x):
+            where = f"in {before.name}, or between it and {stage.name}," if before else f"before {stage.name}"
+            raise NotCovered(
+                f"{where} the model does something that is neither a layer nor the sum of a residual block"
+            )
+        x, before = stage.forward(x), stage
+    if not isinstance(outputs, Tensor) or outputs.shape != x.shape or not _same(outputs, x):
         raise NotCovered("after its last layer, or beside its layers, the model does something that is not a layer")
 
 
-def _through(model: nn.Module, after: tuple[Layer, ...], x: Tensor) -> Tensor:
-    for layer in after:
-        x = (model.get_submodule(layer.name) if layer.name else model)(x)
-    return x
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.numel() == other.numel() and torch.allclose(one, other.reshape(one.shape), 1e-6, 1e-9)
 
 
 def _pads(conv: nn.Conv2d) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from gradinv import layers as layers_
 from gradinv.victims import NoSkip
 
 # Above this many rows the Gram matrix of `nullity` takes more than a gigabyte.
-LARGEST = 9_000
+LARGEST = 9_500
 
 # Layers that hold weights which the counts leave out; passing over them would call a network safe that is not.
 UNCOUNTED = (
@@ -224,7 +224,7 @@ def lost_directions(
     """An orthonormal basis of the dimensions that `lost` counts."""
     found = []
     for part in _parts(operator, sensitivity, known):
-        values, vectors = torch.linalg.eigh(part.gram_of_inputs())
+        _, vectors = torch.linalg.eigh(part.gram_of_inputs())
         null = vectors[:, : part.unknowns - part.rank()].T.reshape(-1, part.channels, len(part.free))
         whole = torch.zeros(len(null), *operator.input_shape, dtype=torch.float64)
         whole[:, part.first : part.first + part.channels] = (null @ part.free).view(-1, part.channels, *part.size)

@@ -130,3 +130,18 @@ def test_it_ends_when_the_gradient_lies():
             search.send((float(asked), torch.ones(2)))  # every point is worse than the one before
             asked += 1
     assert asked < 2 * lbfgs.EVALUATIONS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-4, 1e-8, 1e-12])
+def test_pairs_of_tiny_steps_are_kept(size, dtype):
+    """Near an exact match the product of step and change is tiny, and still says what the curvature is."""
+    memory = lbfgs._Memory(torch.zeros(3, dtype=dtype))
+    curvature = torch.tensor([1.0, 2.0, 3.0], dtype=dtype)
+    for step in size * torch.eye(3, dtype=dtype):
+        memory.add(step, curvature * step)
+    assert memory.count == 3
+    slope = torch.tensor([1.0, -4.0, 6.0], dtype=dtype)
+    torch.testing.assert_close(memory.direction(slope), -slope / curvature)
+    memory.add(size * torch.tensor([1.0, -1.0, 0.0], dtype=dtype), size * torch.tensor([1.0, 1.0, 1e-9], dtype=dtype))
+    assert memory.count == 3  # at a right angle there is nothing but rounding

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
-from gradinv import rank, victims
+from gradinv import layers, rank, victims
 
 
 def rows(model, shape):
@@ -295,3 +295,111 @@ def test_nullity_of_a_large_layer_is_none_and_quick():
 def test_nullity_names_what_it_does_not_cover(conv, shape, message):
     with pytest.raises(ValueError, match=message):
         rank.nullity(conv, shape)
+
+
+# --- with the sensitivities of a real gradient, groups, pooling and outputs that are not known ---
+
+
+def dense(operator, sensitivity, known):
+    """All equations of a layer as one matrix: a row for each known output and each weight."""
+    size = torch.Size(operator.input_shape).numel()
+    unit = torch.eye(size, dtype=torch.float64).view(size, *operator.input_shape)
+    matrix = [operator.apply(unit).flatten(1).T[known.flatten()]]
+    if sensitivity is not None:
+        matrix.append(torch.stack([operator.weight_gradient(one[None], sensitivity).flatten() for one in unit], 1))
+    # the gradient's equations are as long as the output's, so that one cut-off does for both
+    sizes = [rows.norm().clamp(min=1e-300) for rows in matrix]
+    return torch.cat([rows / size for rows, size in zip(matrix, sizes, strict=True)])
+
+
+# modules that make up one layer, and the shape of its input
+CASES = {
+    "one convolution": ([nn.Conv2d(2, 3, 2, 2)], (2, 6, 7)),
+    "many filters": ([nn.Conv2d(2, 9, 3, padding=1)], (2, 5, 6)),
+    "groups": ([nn.Conv2d(4, 4, 3, 2, 1, groups=2)], (4, 6, 5)),
+    "a filter a channel": ([nn.Conv2d(3, 3, 3, 2, 1, groups=3)], (3, 6, 7)),
+    "two filters a channel": ([nn.Conv2d(3, 6, 2, groups=3)], (3, 5, 5)),
+    "pooling": ([nn.Conv2d(2, 6, 3, padding=1), nn.AvgPool2d(2)], (2, 6, 6)),
+    "overlapping pooling": ([nn.Conv2d(2, 6, 3), nn.AvgPool2d(2, 1, 1)], (2, 6, 5)),
+    "adaptive pooling": ([nn.Conv2d(1, 12, 3, padding=1), nn.AdaptiveAvgPool2d((3, 2))], (1, 6, 5)),
+    "groups and pooling": ([nn.Conv2d(4, 8, 2, groups=2), nn.AvgPool2d(2)], (4, 5, 5)),
+    "pooling alone": ([nn.AvgPool2d(2)], (2, 4, 6)),
+    "overlapping pooling alone": ([nn.AvgPool2d(2, 1, 1)], (2, 4, 4)),
+    "circular padding": ([nn.Conv2d(2, 3, 3, 2, 1, padding_mode="circular")], (2, 6, 5)),
+    "the same size": ([nn.Conv2d(2, 2, (3, 5), padding="same")], (2, 5, 5)),
+    "dilation": ([nn.Conv2d(2, 3, 2, dilation=2)], (2, 6, 6)),
+    "fully connected": ([nn.Linear(9, 5)], (9,)),
+}
+
+
+def layer_of(name):
+    modules, shape = CASES[name]
+    return layers.Operator(*layers.read(nn.Sequential(*modules), shape))
+
+
+def real_sensitivity(operator, kind):
+    """What a convolution sees in a network: with dead units, or one pattern for each filter."""
+    shape = (1, *operator.output_shape)
+    k = torch.randn(shape, dtype=torch.float64)
+    if kind == "dead units":
+        return k * (torch.rand(shape) < 0.5)
+    if kind == "dead filters":
+        return k * (torch.arange(shape[1]) > 0).view(-1, *[1] * (len(shape) - 2))
+    if kind == "tiny":
+        return 1e-14 * k
+    if kind == "equal":  # behind a global mean: K has the rank of one filter's
+        return torch.ones_like(k) * torch.randn(1, shape[1], *[1] * (len(shape) - 2), dtype=torch.float64)
+    return k
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.2])
+@pytest.mark.parametrize("kind", ["plain", "dead units", "dead filters", "tiny", "equal", "missing"])
+@pytest.mark.parametrize("name", CASES)
+def test_lost_dimensions_are_those_of_the_dense_matrix(name, kind, share):
+    operator = layer_of(name)
+    if kind != "missing" and operator.weight is None:
+        pytest.skip("a pooling has no weights")
+    sensitivity = None if kind == "missing" else real_sensitivity(operator, kind)
+    known = torch.rand(1, *operator.output_shape) < share
+    matrix = dense(operator, sensitivity, known)
+    unknowns = matrix.shape[1]
+    expected = unknowns - int(torch.linalg.matrix_rank(matrix, rtol=1e-9))
+    assert rank.lost(operator, sensitivity, known) == expected
+    basis = rank.lost_directions(operator, sensitivity, known)
+    assert basis.shape == (expected, unknowns)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(expected, dtype=torch.float64), rtol=0, atol=1e-9)
+    if expected:
+        assert (matrix @ basis.T).norm() < 1e-4 * matrix.norm()
+
+
+def test_the_cases_lose_something_and_nothing():
+    lost = [rank.lost(layer_of(name), None) for name in CASES]
+    assert 3 < sum(count == 0 for count in lost) < len(lost) - 3
+
+
+def test_all_outputs_are_known_by_default():
+    operator = layer_of("groups")
+    k = real_sensitivity(operator, "plain")
+    known = torch.ones(1, *operator.output_shape, dtype=torch.bool)
+    assert rank.lost(operator, k) == rank.lost(operator, k, known)
+    assert torch.equal(rank.lost_directions(operator, k), rank.lost_directions(operator, k, known))
+
+
+def test_lost_directions_of_cnn6d_change_nothing():
+    conv = victims.cnn6d()[2]
+    operator = layers.Operator(layers.read(conv, (12, 17, 17))[0])
+    k = torch.randn(1, *operator.output_shape, dtype=torch.float64)
+    basis = rank.lost_directions(operator, k)
+    assert basis.shape == (280, 3468)
+    directions = basis.view(280, 12, 17, 17)
+    assert operator.apply(directions).norm() < 1e-6 * operator.weight.norm()
+    # the sum over all directions, weighted at random, is as good as each
+    mixed = (torch.randn(280, dtype=torch.float64) @ basis).view(1, 12, 17, 17)
+    assert operator.weight_gradient(mixed, k).norm() < 1e-6 * k.norm() * mixed.norm()
+
+
+def test_a_layer_that_is_too_large_has_no_count(monkeypatch):
+    operator = layer_of("many filters")
+    assert rank.lost(operator, None) == 0
+    monkeypatch.setattr(rank, "LARGEST", 29)
+    assert rank.lost(operator, None) is None

@@ -2,9 +2,9 @@
 
 from gradinv.attacks.hybrid import h_gap, roughness
 from gradinv.attacks.labels import restore_labels
+from gradinv.attacks.last_layer import FOLD, logits, mu_roots, twin_ratio
 from gradinv.attacks.matching import dlg, inverting_gradients, match_gradients, total_variation
 from gradinv.attacks.reconstruction import STATUSES, Reconstruction
-from gradinv.attacks.last_layer import FOLD, logits, mu_roots, twin_ratio
 from gradinv.attacks.recursive import r_gap
 from gradinv.attacks.walk_back import walk_back
 

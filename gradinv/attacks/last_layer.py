@@ -169,7 +169,7 @@ def _by_softmax(weight: Tensor, gradient: Tensor, label: int | None) -> list[Sta
 
         def excess(log_size, row=row, logits=logits, direction=direction):
             size = np.exp(log_size)
-            return size * (1 - softmax(size * logits)[row]) + float(direction[row])
+            return -size * _sensitivity(size * logits, row)[row] + float(direction[row])
 
         grid = np.linspace(-1, 60, 611)  # |k| is at most sqrt(2)
         values = [excess(point) for point in grid]
@@ -177,8 +177,15 @@ def _by_softmax(weight: Tensor, gradient: Tensor, label: int | None) -> list[Sta
             if at_low * at_high > 0:
                 continue
             size = np.exp(brentq(excess, low, high, xtol=1e-15, rtol=1e-15))
-            k = torch.from_numpy(softmax(size * logits))
-            k[row] -= 1
+            k = torch.from_numpy(_sensitivity(size * logits, row))
             if (k * size - direction).norm() < 1e-3:
                 found.append(Start(size * h[None], k[None], row))
     return found
+
+
+def _sensitivity(logits: np.ndarray, row: int) -> np.ndarray:
+    """softmax - onehot, with the row of the label as minus the sum of the others, which keeps its digits."""
+    k = softmax(logits)
+    k[row] = 0
+    k[row] = -k.sum()
+    return k

@@ -5,9 +5,11 @@ z itself, read through the activation off the input of the layer above (eqs. 13 
 have full rank, x is known; then W^T k times the slope of the activation is k of the layer below (eqs. 11 and 12).
 """
 
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -19,9 +21,11 @@ from gradinv.attacks.last_layer import HOMOGENEOUS, Start, starts
 from gradinv.attacks.reconstruction import Reconstruction
 from gradinv.attacks.virtual import virtual_constraints
 from gradinv.client import Update, expect_update, loss_of, working_copy
-from gradinv.layers import Layer, NotCovered, Operator, Stage, balance, chain, undo
+from gradinv.layers import Block, NotCovered, Operator, Stage, balance, chain, undo
 
 DIRECT = 400  # up to this many unknowns a layer is solved by its singular values
+COUNTED = 1500  # up to this many unknowns of a residual block the rank is counted
+EVALUATIONS = 100  # of Newton steps in a residual block, at most
 BOX = 1e-3  # pixels may leave [0, 1] by this much and still count as inside
 CONTRADICTION = 0.1  # equations of a layer with full rank that are off by this much rule out how the walk began
 
@@ -45,7 +49,8 @@ def r_gap(update: Update, *, virtual: bool = True) -> Reconstruction:
         loss: the relative difference between the gradient of the picture and that of the update.
         history: a dict a layer from the last to the first: its name, unknowns, gradient rows, weight rows, rank and
             nullity (None where the matrices would be too large), condition (of the balanced system, estimated for
-            large layers), residual (relative), and where virtual constraints were used their number and the evaluations.
+            large layers), residual (relative), and where virtual constraints were used, their number and how often
+            they were evaluated. A residual block counts as one layer (`solve_block`).
         alternatives: the other candidates that give the same gradient, inside of [0, 1] or not.
     """
     expect_update(update)
@@ -55,7 +60,7 @@ def r_gap(update: Update, *, virtual: bool = True) -> Reconstruction:
         pixels, labels, like = None, update.labels, next(iter(update.gradient.values()))
         if walk is not None and walk.pixels is not None:
             pixels = walk.pixels.to(like)
-        if labels is None and walk is not None and walk.label is not None:
+        if labels is None and walk is not None and walk.label is not None and update.batch_size == 1:
             labels = torch.tensor([walk.label], device=like.device)
         return Reconstruction(
             pixels,
@@ -76,15 +81,17 @@ def r_gap(update: Update, *, virtual: bool = True) -> Reconstruction:
         if not largest.isfinite().all():
             return answer("not applicable", "the gradient is not finite")
         gradient = {name: value.double().cpu() / update.scale for name, value in update.gradient.items()}
+        if isinstance(stages[-1], Block):
+            raise NotCovered(f"the residual block {stages[-1].name} comes last, which must be a fully connected layer")
         begin = starts(update, stages[-1], gradient)
     except NotCovered as error:
         return answer("not applicable", str(error))
     if not begin:
-        return answer("not applicable", f"no output of the model explains the gradient of {stages[-1].operator.name}")
+        return answer("not applicable", f"no output of the model explains the gradient of {stages[-1].name}")
 
     walks = _walks(update, front, stages, gradient, begin, virtual)
     exact = [walk for walk in walks if walk.mismatch < _precision(update) ** 0.5]
-    inside = [walk for walk in exact if -BOX <= walk.pixels.min() and walk.pixels.max() <= 1 + BOX]
+    inside = [walk for walk in exact if walk.pixels.min() >= -BOX and walk.pixels.max() <= 1 + BOX]
     best = (inside or exact or sorted(walks, key=_shortcoming))[0]
     others = [walk for walk in exact if walk is not best]
     if update.batch_size > 1:
@@ -95,7 +102,11 @@ def r_gap(update: Update, *, virtual: bool = True) -> Reconstruction:
         return answer("approximate", _shortfall(best), best)
     if len(inside) > 1 or (not inside and others):
         return answer("ambiguous", f"{len(exact)} inputs give this gradient", best, others)
-    why = "every layer had as many equations as unknowns" if not best.deficient else "virtual constraints filled the gap"
+    if best.history[-1]["nullity"] and not _fillers([best.history[-1]]):
+        return answer("ambiguous", f"{_opening(best.history[-1])}, and this is the least of them", best, others)
+    why = "every layer had as many equations as unknowns"
+    if best.deficient:
+        why = f"{' and '.join(_fillers(best.deficient)) or 'the other layers'} filled the gap"
     return answer("recovered", why + ("; the box ruled out a twin" if others else ""), best, others)
 
 
@@ -119,9 +130,10 @@ class _Walk:
 
 def _walks(update, front, stages, gradient, begin: list[Start], virtual: bool) -> list[_Walk]:
     """A walk from every start. Where louder is just louder, one root gives the picture of every other by its size."""
-    scales = not any(stage.operator.bias.any() for stage in stages) and all(
-        isinstance(layer.module, HOMOGENEOUS) for after in (front, *(stage.after for stage in stages)) for layer in after
-    )
+    operators = [operator for stage in stages for operator in stage.operators]
+    elementwise = [*front, *(layer for stage in stages for layer in stage.elementwise)]
+    scales = not any(operator.bias.any() for operator in operators)
+    scales = scales and all(isinstance(layer.module, HOMOGENEOUS) for layer in elementwise)
     walks: list[_Walk] = []
     for start in begin:
         twin = next((walk for walk in walks if scales and start.mu is not None and walk.label == start.label), None)
@@ -138,42 +150,52 @@ def _walks(update, front, stages, gradient, begin: list[Start], virtual: bool) -
     return [walk for walk in walks if not walk.contradiction]
 
 
-def _walk(update, front, stages: list[Stage], gradient, start: Start, virtual: bool, patient: bool) -> _Walk:
+def _walk(update, front, stages: list[Stage | Block], gradient, start: Start, virtual: bool, patient: bool) -> _Walk:
     walk, x, k = _Walk(start.label, start.mu), start.x, start.k
     tolerance = _precision(update) ** (2 / 3)
     for i in range(len(stages) - 1, -1, -1):
-        operator = stages[i].operator
+        stage = stages[i]
         if i == len(stages) - 1:
-            z, known = operator.apply(x), torch.ones(1, *operator.output_shape, dtype=torch.bool)
+            z, known = stage.operator.apply(x), torch.ones(1, *stage.operator.output_shape, dtype=torch.bool)
         else:
-            z, k, known = stages[i].undo(x, stages[i + 1].operator.adjoint(k), tolerance)
+            z, k, known = stage.undo(x, k, tolerance)
         if not k.any():
-            walk.blocked = f"dL/dz of {operator.name} is zero in every entry, so its weights carry nothing"
+            walk.blocked = f"dL/dz of {stage.name} is zero in every entry, so its weights carry nothing"
             return walk
-        found = solve(operator, k, gradient.get(operator.weight_name), z, known)
-        row = {"layer": operator.name, **found.facts}
+        if not (z.isfinite().all() and k.isfinite().all()):  # no activation gives such outputs
+            walk.contradiction = True
+            return walk
+        if isinstance(stage, Block):
+            found, below = solve_block(stage, k, gradient, z, known, tolerance), []
+        else:
+            found = solve(stage.operator, k, gradient.get(stage.operator.weight_name), z, known)
+            below = list(takewhile(lambda other: isinstance(other, Stage), reversed(stages[:i])))[::-1]
+        row = {"layer": stage.name, **found.facts}
         x = found.x
         if found.facts["nullity"]:
             walk.deficient.append(row)
-            if virtual and i:
+            if virtual and below:
                 sensitivity = k if found.facts["gradient rows"] else None
-                basis = rank.lost_directions(operator, sensitivity, known).T
-                x, facts = virtual_constraints(stages[:i], x, basis, operator.adjoint(k), gradient, tolerance)
-                row |= facts
+                basis = rank.lost_directions(stage.operator, sensitivity, known).T
+                if basis.numel():  # what singular values of noise call open may not be
+                    x, facts = virtual_constraints(below, x, basis, found.k, gradient, tolerance)
+                    row |= facts
+        k = found.k
         walk.history.append(row)
         if not patient and not walk.deficient and row["residual"] > CONTRADICTION:
             walk.contradiction = True
             return walk
     walk.pixels = undo(front, x, x)[0].reshape(1, *update.input_shape)
-    walk.mismatch = _mismatch(update, gradient, walk, f"{stages[-1].operator.name}.bias" in gradient)
+    walk.mismatch = _mismatch(update, gradient, walk, f"{stages[-1].name}.bias" in gradient)
     return walk
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The input of one layer (1, *input_shape), least squares of least norm, and what is known of its equations."""
+    """The input x of a stage (1, *shape), least squares of least norm, dL/dx, and what is known of its equations."""
 
     x: Tensor
+    k: Tensor
     facts: dict
 
 
@@ -184,72 +206,262 @@ def solve(operator: Operator, k: Tensor, gradient: Tensor | None, z: Tensor, kno
         k: dL/dz, (1, *output_shape). gradient: dL/dW, or None where it is missing or there are no weights.
         z: outputs without bias, (1, *output_shape), of which `known` says which count.
     """
-    n, rows = int(np.prod(operator.input_shape)), 0 if gradient is None else gradient.numel()
-    facts = {"unknowns": n, "gradient rows": rows, "weight rows": int(known.sum())}
-    if gradient is not None:
-        factor = balance(operator, k)
-        gradient, k = gradient * factor, k * factor
+    n = math.prod(operator.input_shape)
+    equations = [*_of_gradient(operator, k, gradient), _of_output(operator, z, known)]
     if isinstance(operator.module, nn.Linear) and gradient is not None:
-        x = (k @ gradient) / k.square().sum()
-        return Solution(x, {**facts, "rank": n, "nullity": 0, "condition": 1.0, "residual": _off(operator, x, k, gradient, z, known)})
-    if n <= DIRECT:
-        x, found, condition = _direct(operator, k, gradient, z, known)
-        lost = n - found
+        unit = k * balance(operator, k)  # squares of small entries leave even double precision
+        x, lost, condition = unit @ gradient * balance(operator, k) / unit.square().sum(), 0, 1.0
     else:
-        x, condition = _matrix_free(operator, k, gradient, z, known)
-        lost = rank.lost(operator, None if gradient is None else k, known)
-    residual = _off(operator, x, k, gradient, z, known)
-    facts |= {"rank": None if lost is None else n - lost, "nullity": lost, "condition": condition, "residual": residual}
-    return Solution(x, facts)
+        (x,), lost, condition = _least_squares(equations, [operator.input_shape])
+        if n > DIRECT:
+            lost = rank.lost(operator, None if gradient is None else k, known)
+    facts = {"unknowns": n, "gradient rows": 0 if gradient is None else gradient.numel()}
+    facts |= {"weight rows": int(known.sum()), "rank": None if lost is None else n - lost, "nullity": lost}
+    return Solution(x, operator.adjoint(k), facts | {"condition": condition, "residual": _off(equations, x)})
 
 
-def _off(operator: Operator, x, k, gradient, z, known) -> float:
-    """How far the equations of a layer are from holding, relative to their right side."""
-    off, size = ((operator.apply(x) - z) * known).norm(), (z * known).norm()
-    if gradient is not None:
-        off = torch.hypot(off, (operator.weight_gradient(x, k) - gradient).norm())
-        size = torch.hypot(size, gradient.norm())
-    return float(off / size)
+def solve_block(
+    block: Block, k: Tensor, gradient: Mapping[str, Tensor], f: Tensor, known: Tensor, tolerance: float
+) -> Solution:
+    """The input of a residual block f = W2 x2 + S x, x2 = a(W1 x): x2 and x together, then x again from x2.
+
+    Linear in both are K2 x2 = dL/dW2, f itself, and Ks x = dL/dWs where S has weights. Where S is the identity, the
+    first alone says what x2 is, and x = f - W2 x2 (appendix D of the paper). Once x2 is known, so are k and the output
+    of W1, and its two sets of equations count for x as well. Where x2 is open, x2 = a(W1 x) is solved with the others,
+    by Newton steps.
+
+    Args:
+        k: dL/df, (1, *shape); gradient: by parameter name.
+        f: what the block gives without its constant, (1, *shape), of which `known` says which entries count.
+
+    Returns:
+        the solution; its facts count x2 and x together, "nullity" what the linear equations leave open of x2, and
+        then of x.
+    """
+    first, second, shortcut = block.first.operator, block.second.operator, block.shortcut
+    g1, g2 = gradient.get(first.weight_name), gradient.get(second.weight_name)
+    gs = gradient.get(shortcut.operator.weight_name) if shortcut else None
+    total = Equations(
+        lambda middle, x: (block.main(middle) + block.side(x)) * known,
+        lambda v: (block.main_back(v * known), block.side_back(v * known)),
+        f * known,
+    )
+    of_side = _of_gradient(shortcut.operator, block.shortcut_scale * k, gs) if shortcut else []
+    linear = [_on(0, part) for part in _of_gradient(second, block.scale * k, g2)]
+    linear += [total, *(_on(1, part) for part in of_side)]
+    (middle, x), _, condition = _least_squares(linear, block.shapes)
+    lost_middle, facts = _lost_middle(block, k, g2, linear), {}
+    if lost_middle != 0:
+        middle, facts = _newton(block, linear, middle, x)
+
+    z, k1, known1 = block.first.undo(middle, block.main_back(k), tolerance)
+    rest = (f - block.main(middle)) * known
+    equations = [*_of_gradient(first, k1, g1), _of_output(first, z, known1), *of_side]
+    equations += [Equations(lambda x: block.side(x) * known, lambda v: (block.side_back(v * known),), rest)]
+    (x,), _, condition_of_x = _least_squares(equations, block.shapes[1:])
+    lost = 0 if shortcut is None and known.all() else _lost(equations, block.shapes[1:])
+    lost = None if None in (lost, lost_middle) else lost + lost_middle
+
+    n = sum(map(math.prod, block.shapes))
+    facts = {
+        "unknowns": n,
+        "gradient rows": sum(g.numel() for g in (g1, g2, gs) if g is not None),
+        "weight rows": int(known.sum() + known1.sum()),
+        "rank": None if lost is None else n - lost,
+        "nullity": lost,
+        "condition": max(condition, condition_of_x),
+        "residual": max(_off(linear, middle, x), _off(equations, x)),
+    } | facts
+    return Solution(x, first.adjoint(k1) + block.side_back(k), facts)
 
 
-def _direct(operator: Operator, k, gradient, z, known) -> tuple[Tensor, int, float]:
-    """Solution, rank and condition number by singular values."""
-    n = int(np.prod(operator.input_shape))
-    unit = torch.eye(n, dtype=torch.float64).view(n, *operator.input_shape)
-    matrix, right = [operator.apply(unit).flatten(1).T[known.flatten()]], [z[known]]
-    if gradient is not None:
-        matrix.append(torch.stack([operator.weight_gradient(one[None], k).flatten() for one in unit], 1))
-        right.append(gradient.flatten())
-    left, values, back = torch.linalg.svd(torch.cat(matrix), full_matrices=False)
-    rank_ = int((values > values[0] * 1e-9).sum())
-    x = back[:rank_].T @ ((left[:, :rank_].T @ torch.cat(right)) / values[:rank_])
-    return x.view(1, *operator.input_shape), rank_, float(values[0] / values[rank_ - 1])
+def _newton(block: Block, linear: list["Equations"], middle: Tensor, x: Tensor) -> tuple[Tensor, dict]:
+    """x2 where the linear equations leave it open: from an answer to them on, x2 = a(W1 x) by damped Newton steps."""
+    first = block.first.operator
+
+    def left(middle, x):
+        """The equations for what has to be added; the last are linear only near x."""
+        given = block.first.forward(x).view_as(middle)
+        rise = block.first.undo(given, torch.ones_like(given))[1]
+        bend = Equations(
+            lambda middle, x: middle - (rise * first.apply(x)).view_as(middle),
+            lambda v: (v, -first.adjoint(v.view_as(rise) * rise)),
+            given - middle,
+        )
+        return [*_left(linear, middle, x), bend]
+
+    equations, evaluations, better = left(middle, x), 1, True
+    while better and evaluations < EVALUATIONS:
+        moves, _, _ = _least_squares(equations, block.shapes, precision=1e-6)
+        size, better = _size(equations), False
+        for step in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16):
+            tried = [one + step * move for one, move in zip((middle, x), moves, strict=True)]
+            equations, evaluations = left(*tried), evaluations + 1
+            if _size(equations) < 0.9 * size:
+                (middle, x), better = tried, True
+                break
+    return middle, {"nonlinear equations": middle.numel(), "evaluations": evaluations}
 
 
-def _matrix_free(operator: Operator, k, gradient, z, known) -> tuple[Tensor, float]:
-    """Solution and an estimate of the condition number by LSMR, which never builds a matrix."""
-    split = 0 if gradient is None else gradient.numel()
+@dataclass(frozen=True)
+class Equations:
+    """Linear equations for one or more unknowns, each (1, *shape): forward(*unknowns) = right.
 
-    def forward(vector):
-        x = torch.from_numpy(vector).view(1, *operator.input_shape)
-        rows = [] if gradient is None else [operator.weight_gradient(x, k).flatten()]
-        return torch.cat([*rows, (operator.apply(x) * known).flatten()]).numpy()
+    backward: its transpose, which gives one part for each unknown.
+    """
 
-    def backward(vector):
-        vector = torch.from_numpy(vector)
-        x = operator.adjoint(vector[split:].view(z.shape) * known)
-        if gradient is not None:
-            x = x + operator.adjoint(k, vector[:split].view(gradient.shape))
-        return x.flatten().numpy()
-
-    right = torch.cat([*([] if gradient is None else [gradient.flatten()]), (z * known).flatten()])
-    n = int(np.prod(operator.input_shape))
-    system = LinearOperator((len(right), n), matvec=forward, rmatvec=backward, dtype=np.float64)
-    x, _, _, _, _, _, condition, _ = lsmr(system, right.numpy(), atol=1e-13, btol=1e-13, conlim=0, maxiter=MOST)
-    return torch.from_numpy(x).view(1, *operator.input_shape), float(condition)
+    forward: Callable[..., Tensor]
+    backward: Callable[[Tensor], tuple]
+    right: Tensor
 
 
-MOST = 4000
+def _of_gradient(operator: Operator, k: Tensor, gradient: Tensor | None) -> list[Equations]:
+    """K x = dL/dW, balanced; none where that gradient is not there, or k is zero."""
+    if gradient is None or not k.any():
+        return []
+    factor = balance(operator, k)
+    k, gradient = k * factor, gradient * factor
+    return [Equations(lambda x: operator.weight_gradient(x, k), lambda v: (operator.adjoint(k, v),), gradient)]
+
+
+def _of_output(operator: Operator, z: Tensor, known: Tensor) -> Equations:
+    """W x = z, where z is known."""
+    return Equations(lambda x: operator.apply(x) * known, lambda v: (operator.adjoint(v * known),), z * known)
+
+
+def _on(place: int, equations: Equations) -> Equations:
+    """Equations of one unknown as equations of two, of which it is the first or the second."""
+    return Equations(
+        lambda *unknowns: equations.forward(unknowns[place]),
+        lambda v: (*equations.backward(v), 0)[:: 1 - 2 * place],
+        equations.right,
+    )
+
+
+class _System:
+    """Equations stacked, for a vector that holds the unknowns one after the other."""
+
+    def __init__(self, equations: Sequence[Equations], shapes: Sequence[tuple[int, ...]]):
+        self.equations, self.shapes = equations, shapes
+        self.sizes = [math.prod(shape) for shape in shapes]
+        self.right = torch.cat([part.right.flatten() for part in equations])
+
+    def split(self, vector: Tensor) -> list[Tensor]:
+        return [part.view(1, *shape) for part, shape in zip(vector.split(self.sizes), self.shapes, strict=True)]
+
+    def forward(self, vector: Tensor) -> Tensor:
+        unknowns = self.split(vector)
+        return torch.cat([part.forward(*unknowns).flatten() for part in self.equations])
+
+    def backward(self, vector: Tensor) -> Tensor:
+        found = torch.zeros(sum(self.sizes), dtype=torch.float64)
+        rows = vector.split([part.right.numel() for part in self.equations])
+        for part, row in zip(self.equations, rows, strict=True):
+            for total, one in zip(self.split(found), part.backward(row.view_as(part.right)), strict=True):
+                total += one
+        return found
+
+    def matrix(self) -> Tensor:
+        return torch.stack([self.forward(unit) for unit in torch.eye(sum(self.sizes), dtype=torch.float64)], 1)
+
+
+def _size(equations: Sequence[Equations]) -> float:
+    """The norm of all right sides together."""
+    return float(torch.stack([part.right.norm() for part in equations]).norm())
+
+
+def _left(equations: Sequence[Equations], *unknowns: Tensor) -> list[Equations]:
+    """The equations for what has to be added to the unknowns."""
+    return [replace(part, right=part.right - part.forward(*unknowns)) for part in equations]
+
+
+def _off(equations: Sequence[Equations], *unknowns: Tensor) -> float:
+    """How far equations are from holding, relative to their right side."""
+    size = _size(equations)
+    return _size(_left(equations, *unknowns)) / size if size else 0.0
+
+
+def _least_squares(
+    equations: Sequence[Equations], shapes, precision: float = 1e-13
+) -> tuple[list[Tensor], int | None, float]:
+    """The solution of least norm, how many dimensions are open (None above `DIRECT`) and the condition number.
+
+    By singular values, or for many unknowns by LSMR, which never builds a matrix and estimates the condition.
+    """
+    system = _System(equations, shapes)
+    n = sum(system.sizes)
+    if n <= DIRECT:
+        left, values, back = torch.linalg.svd(system.matrix(), full_matrices=False)
+        rank_ = int((values > values[0] * 1e-9).sum())
+        x = back[:rank_].T @ ((left[:, :rank_].T @ system.right) / values[:rank_])
+        return system.split(x), n - rank_, float(values[0] / values[rank_ - 1])
+    linear = LinearOperator(
+        (len(system.right), n),
+        matvec=lambda vector: system.forward(torch.from_numpy(vector)).numpy(),
+        rmatvec=lambda vector: system.backward(torch.from_numpy(vector)).numpy(),
+        dtype=np.float64,
+    )
+    x, stopped, *_, condition, _ = lsmr(
+        linear, system.right.numpy(), atol=precision, btol=precision, conlim=0, maxiter=MOST
+    )
+    x = torch.from_numpy(x)
+    if stopped == OUT_OF_STEPS and n <= FACTORED:
+        x = _by_factor(system, x)
+    return system.split(x), None, float(condition)
+
+
+def _by_factor(system: "_System", x: Tensor) -> Tensor:
+    """From an answer that LSMR did not finish, by the Cholesky factor of A^T A and steps of refinement."""
+    matrix = system.matrix()
+    gram = matrix.T @ matrix
+    gram.diagonal().add_(1e-12 * gram.diagonal().max())  # what is open gets no step, what is nearly open small ones
+    factor = torch.linalg.cholesky(gram)
+    for _ in range(20):
+        back = matrix.T @ (system.right - matrix @ x)
+        x = x + torch.cholesky_solve(back[:, None], factor)[:, 0]
+    return x
+
+
+def _lost(equations: Sequence[Equations], shapes) -> int | None:
+    """How many dimensions equations leave open, or None where there are too many to count."""
+    n = sum(map(math.prod, shapes))
+    if n > COUNTED:
+        return None
+    matrix = _System(equations, shapes).matrix()
+    values = torch.linalg.eigvalsh(matrix.T @ matrix)
+    return int((values <= values[-1] * 1e-12).sum())
+
+
+def _lost_middle(block: Block, k: Tensor, g2: Tensor | None, linear: Sequence[Equations]) -> int | None:
+    """How many dimensions of x2 the linear equations for x2 and x leave open; None where there are too many to count.
+
+    Those that they leave open of both, but not of x alone. K2 x2 = dL/dW2 alone counts where S is the identity.
+    """
+    alone = _lost_by_gradient(block.second.operator, block.scale * k) if g2 is not None else math.prod(block.shapes[0])
+    if not alone or block.shortcut is None:
+        return alone
+    lost = _lost(linear, block.shapes)
+    if not lost:
+        return lost
+    middle = torch.zeros(1, *block.shapes[0], dtype=torch.float64)
+    of_x = [
+        Equations(lambda x, part=part: part.forward(middle, x), lambda v, part=part: part.backward(v)[1:], part.right)
+        for part in linear
+    ]
+    return lost - _lost(of_x, block.shapes[1:])
+
+
+def _lost_by_gradient(operator: Operator, k: Tensor) -> int:
+    """How many dimensions of a layer's input K x = dL/dW leaves open; K is a block for each channel, x of one."""
+    rows = operator.gradient_rows(k)
+    filters = rows.flatten(1).view(operator.groups, -1, rows.shape[-1])
+    channels = math.prod(operator.input_shape) // rows.shape[-1] // operator.groups
+    return channels * int((rows.shape[-1] - torch.linalg.matrix_rank(filters)).sum())
+
+
+MOST = 4000  # steps of LSMR
+OUT_OF_STEPS = 7  # how LSMR says so
+FACTORED = 4000  # up to this many unknowns an answer that LSMR did not finish is finished by a factorisation
 
 
 def _precision(update: Update) -> float:
@@ -279,6 +491,14 @@ def _shortcoming(walk: _Walk) -> tuple[bool, float, float]:
 
 def _shortfall(walk: _Walk) -> str:
     if walk.deficient:
-        row = walk.deficient[0]
-        return f"the equations of {row['layer']} leave {row['nullity']} of its {row['unknowns']} inputs open"
+        return _opening(walk.deficient[0])
     return f"the picture does not reproduce the gradient (relative difference {walk.mismatch:.1e})"
+
+
+def _opening(row: dict) -> str:
+    return f"the equations of {row['layer']} leave {row['nullity']} of its {row['unknowns']} inputs open"
+
+
+def _fillers(rows: list[dict]) -> list[str]:
+    """What these layers used where their linear equations did not suffice."""
+    return [name for name in ("virtual constraints", "nonlinear equations") if any(row.get(name) for row in rows)]
