@@ -519,7 +519,8 @@ def slope(activation: nn.Module, output: Tensor) -> Tensor:
         case nn.ELU():
             return torch.ones_like(output).where(output > 0, output + activation.alpha)
         case nn.Softplus():
-            return -torch.expm1(-activation.beta * output)
+            bent = -torch.expm1(-activation.beta * output)
+            return bent.where(output * activation.beta <= activation.threshold, 1.0)
         case nn.Identity() | nn.Dropout():
             return torch.ones_like(output)
         case nn.BatchNorm1d() | nn.BatchNorm2d() | Normalize():

@@ -225,9 +225,11 @@ def lost_directions(
     found = []
     for part in _parts(operator, sensitivity, known):
         _, vectors = torch.linalg.eigh(part.gram_of_inputs())
-        null = vectors[:, : part.unknowns - part.rank()].T.reshape(-1, part.channels, len(part.free))
+        count = part.unknowns - part.rank()
+        null = vectors[:, :count].T.reshape(count, part.channels, len(part.free))
         whole = torch.zeros(len(null), *operator.input_shape, dtype=torch.float64)
-        whole[:, part.first : part.first + part.channels] = (null @ part.free).view(-1, part.channels, *part.size)
+        whole = whole.view(count, operator.input_shape[0], *part.size)
+        whole[:, part.first : part.first + part.channels] = (null @ part.free).view(count, part.channels, *part.size)
         found.append(whole.flatten(1))
     return torch.cat(found)
 
