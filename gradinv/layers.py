@@ -333,7 +333,7 @@ def chain(
 
     Raises NotCovered where it is none, and ValueError where the model does not accept that shape.
     """
-    model = copy.deepcopy(model).eval().double().cpu()
+    model = copy.deepcopy(model).eval().double().cpu().requires_grad_(False)
     ran = [layer for layer in read(model, input_shape) if not isinstance(layer.module, nn.Sequential)]  # an empty one
     runs = Counter(id(layer.module.weight) for layer in ran if _is_weighted(layer))
     for layer in ran:
@@ -345,7 +345,7 @@ def chain(
     front, stages = _stages(plain, mode)
     for branches, plain in zip(rest[::2], rest[1::2], strict=True):
         after, more = _stages(plain, mode)
-        stages += [_block(*branches, plain[0], after, mode), *more]
+        stages += [_block(*branches, after, mode), *more]
     if not any(operator.weight is not None for stage in stages for operator in stage.operators):
         raise NotCovered("the model has no convolution and no fully connected layer")
     _expect_same_outputs(model, input_shape, front, stages)
@@ -361,7 +361,7 @@ def _is_weighted(layer: Layer) -> bool:
 
 
 def _blocks(ran: list[Layer]) -> list:
-    """Plain layers, the two branches of a block, plain layers, and so on in turn."""
+    """Plain layers, the two branches of a block and the layer behind it, plain layers, and so on in turn."""
     lines: list[list[Layer]] = [[]]
     for layer in ran:
         if lines[-1] and layer.takes != lines[-1][-1].gives:
@@ -379,7 +379,7 @@ def _blocks(ran: list[Layer]) -> list:
         if [type(layer.module) for layer in branch] == [NoSkip]:
             line = line + behind
         else:
-            found += [line[:start], (line[start:], branch)]
+            found += [line[:start], (line[start:], branch, behind[0])]
             line = behind
     return [*found, line]
 
@@ -426,7 +426,9 @@ def _block(branch: list[Layer], other: list[Layer], behind: Layer, after: tuple[
     shape = shortcut[0].operator.output_shape if shortcut else stages[0].operator.input_shape
     sizes = {stages[1].operator.output_shape, shape}
     if len(sizes) > 1 or math.prod(shape) != math.prod(behind.input_shape):
-        raise NotCovered(f"the branches of {name} are joined before {_what(behind)}, but not by a sum of their outputs")
+        raise NotCovered(
+            f"before {_what(behind)} the model does something that is neither a layer nor the sum of branches of {name}"
+        )
     return Block(*stages, shortcut[0] if shortcut else None, after, name)
 
 

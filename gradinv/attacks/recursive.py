@@ -25,6 +25,7 @@ from gradinv.layers import Block, NotCovered, Operator, Stage, balance, chain, u
 
 DIRECT = 400  # up to this many unknowns a layer is solved by its singular values
 COUNTED = 1500  # up to this many unknowns of a residual block the rank is counted
+LOOSE = 1e-3  # relative; from here on the size of an entry behind a ReLU says that it was let through
 EVALUATIONS = 100  # of Newton steps in a residual block, at most
 BOX = 1e-3  # pixels may leave [0, 1] by this much and still count as inside
 CONTRADICTION = 0.1  # equations of a layer with full rank that are off by this much rule out how the walk began
@@ -35,8 +36,9 @@ def r_gap(update: Update, *, virtual: bool = True) -> Reconstruction:
 
     Args:
         update: of a chain of convolutions, fully connected layers, average pooling, flattening and frozen batch norm,
-            with any of identity, ReLU, LeakyReLU, sigmoid, tanh, ELU and softplus between. With a bias in its last
-            layer there is one way to begin. Without, the logistic loss leaves every root of the equation for the
+            with any of identity, ReLU, LeakyReLU, sigmoid, tanh, ELU and softplus between. Two convolutions or fully
+            connected layers may be a residual block, whose skip is the identity or a linear layer. With a bias in the
+            last layer there is one way to begin. Without, the logistic loss leaves every root of the equation for the
             logit, and both labels where the label is hidden; each is walked.
         virtual: where a layer has fewer equations than unknowns, also use that its input is something that the
             layers below can give (`gradinv.attacks.virtual`), which the paper leaves open.
@@ -166,7 +168,7 @@ def _walk(update, front, stages: list[Stage | Block], gradient, start: Start, vi
             walk.contradiction = True
             return walk
         if isinstance(stage, Block):
-            found, below = solve_block(stage, k, gradient, z, known, tolerance), []
+            found, below = solve_block(stage, k, gradient, z, known), []
         else:
             found = solve(stage.operator, k, gradient.get(stage.operator.weight_name), z, known)
             below = list(takewhile(lambda other: isinstance(other, Stage), reversed(stages[:i])))[::-1]
@@ -220,9 +222,7 @@ def solve(operator: Operator, k: Tensor, gradient: Tensor | None, z: Tensor, kno
     return Solution(x, operator.adjoint(k), facts | {"condition": condition, "residual": _off(equations, x)})
 
 
-def solve_block(
-    block: Block, k: Tensor, gradient: Mapping[str, Tensor], f: Tensor, known: Tensor, tolerance: float
-) -> Solution:
+def solve_block(block: Block, k: Tensor, gradient: Mapping[str, Tensor], f: Tensor, known: Tensor) -> Solution:
     """The input of a residual block f = W2 x2 + S x, x2 = a(W1 x): x2 and x together, then x again from x2.
 
     Linear in both are K2 x2 = dL/dW2, f itself, and Ks x = dL/dWs where S has weights. Where S is the identity, the
@@ -252,8 +252,10 @@ def solve_block(
     (middle, x), _, condition = _least_squares(linear, block.shapes)
     lost_middle, facts = _lost_middle(block, k, g2, linear), {}
     if lost_middle != 0:
-        middle, facts = _newton(block, linear, middle, x)
+        middle, x, facts = _newton(block, linear, middle, x)
 
+    # what x2 is off by must not count as what a ReLU let through
+    tolerance = min(10 * condition * _off(linear, middle, x), LOOSE)
     z, k1, known1 = block.first.undo(middle, block.main_back(k), tolerance)
     rest = (f - block.main(middle)) * known
     equations = [*_of_gradient(first, k1, g1), _of_output(first, z, known1), *of_side]
@@ -275,8 +277,8 @@ def solve_block(
     return Solution(x, first.adjoint(k1) + block.side_back(k), facts)
 
 
-def _newton(block: Block, linear: list["Equations"], middle: Tensor, x: Tensor) -> tuple[Tensor, dict]:
-    """x2 where the linear equations leave it open: from an answer to them on, x2 = a(W1 x) by damped Newton steps."""
+def _newton(block: Block, linear: list["Equations"], middle: Tensor, x: Tensor) -> tuple[Tensor, Tensor, dict]:
+    """x2 and x where the linear equations leave x2 open: from an answer to them on, by damped Newton steps."""
     first = block.first.operator
 
     def left(middle, x):
@@ -300,7 +302,7 @@ def _newton(block: Block, linear: list["Equations"], middle: Tensor, x: Tensor) 
             if _size(equations) < 0.9 * size:
                 (middle, x), better = tried, True
                 break
-    return middle, {"nonlinear equations": middle.numel(), "evaluations": evaluations}
+    return middle, x, {"nonlinear equations": middle.numel(), "evaluations": evaluations}
 
 
 @dataclass(frozen=True)
@@ -478,7 +480,7 @@ def _mismatch(update: Update, gradient: Mapping[str, Tensor], walk: _Walk, any_s
         parameters = [model.get_parameter(name) for name in gradient]
         ours = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
     ours, theirs = (torch.cat([value.flatten() for value in values]) for values in (ours, gradient.values()))
-    if any_size:
+    if any_size and ours.any():
         ours = ours * (ours @ theirs / ours.square().sum())
     return float((ours - theirs).norm() / theirs.norm())
 
