@@ -1,5 +1,6 @@
-"""The race against public code runs, minimises the same sum on both sides, and writes what the status page prints."""
+"""The races run, compare like with like, and write what they say they do."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -7,6 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
+
+from gradinv import client
 
 ROOT = pathlib.Path(__file__).parent.parent
 RACE = ROOT / "tests/benchmarks/matching.py"
@@ -70,3 +75,67 @@ def check(record):
         assert record[part]
         for row in record[part]:
             assert set(row) == fields
+
+
+# --- the recursive attack's, in this process and with a small network in place of CNN6 ---
+
+
+@pytest.fixture
+def recursive_race(monkeypatch):
+    path = ROOT / "tests/benchmarks/recursive.py"
+    monkeypatch.syspath_prepend(path.parent)
+    spec = importlib.util.spec_from_file_location("recursive_race", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "recursive_race", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def small_case(race, where, dtype=torch.float64):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.LeakyReLU(0.2), nn.Conv2d(4, 12, 3, 2, 1, bias=False)
+    features = 12 * (where[0] // 2) * (where[1] // 2)
+    net = nn.Sequential(*layers, nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(features, 1, bias=False)).to(dtype)
+    pixels = torch.rand(1, 3, *where, dtype=dtype)
+    with torch.no_grad():
+        net[-1].weight *= -net(pixels).sign()
+    return race.Case(net, pixels, client.gradient(net, pixels, torch.tensor([1]), loss="logistic"))
+
+
+@pytest.mark.parametrize("side", ["ours", "qr", "svd"])
+def test_every_side_finds_the_picture(recursive_race, side):
+    victim = small_case(recursive_race, (8, 6))
+    assert recursive_race.error(recursive_race.SIDES[side](victim), victim) < 1e-8
+
+
+def test_the_public_side_finds_the_picture(recursive_race):
+    pytest.importorskip("breaching")
+    victim = small_case(recursive_race, (8, 8), torch.float32)
+    recursive_race.public_settings.cache_clear()
+    found = recursive_race.public(victim)
+    assert found.shape == victim.pixels.shape and recursive_race.error(found, victim) < 0.05
+
+
+def test_the_case_is_one_root_of_the_papers_network(recursive_race):
+    victim = recursive_race.case((16, 16))
+    assert victim.net(victim.pixels).item() < 0 and victim.update.labels.tolist() == [1]
+    assert victim.pixels.shape == (1, 3, 16, 16) and victim.pixels.dtype == torch.float64
+
+
+def test_the_recursive_race_writes_its_tables(recursive_race, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(
+        recursive_race, "case", lambda where, dtype=torch.float64: small_case(recursive_race, where, dtype)
+    )
+    monkeypatch.setattr(recursive_race, "peak_of", lambda *_: [2.0, 3.0])
+    monkeypatch.setitem(recursive_race.SIDES, "public", recursive_race.ours)
+    recursive_race.main(["--quick", "--out", str(tmp_path / "race.json")])
+    record = json.loads((tmp_path / "race.json").read_text())
+    assert set(record) == {"threads", "torch", "load", "size", "dense", "public"}
+    (row,) = record["size"]
+    assert (row["height"], row["width"], row["seconds_ratio"], row["added"]) == (8, 8, 1, 1.0)
+    assert [row["side"] for row in record["dense"]] == ["qr", "svd"]
+    for row in record["dense"] + record["public"]:
+        assert row["time_ratio"] > 0 and row["lowest"] <= row["time_ratio"] <= row["highest"] and row["work_ratio"] > 0
+        assert row["error"] < 1e-4 and row["error_ours"] < 1e-4
+    printed = capsys.readouterr().out
+    assert all(f"\n{part}\n" in printed for part in ("size", "dense", "public"))

@@ -246,9 +246,10 @@ def test_cross_entropy_without_a_bias(outputs, label, reveal):
 @pytest.mark.parametrize("margin", [20.0, 30.0, 50.0, -5.0, -30.0, -100.0])
 @pytest.mark.parametrize("outputs", [1, 2])
 @pytest.mark.parametrize("bias", [True, False])
-def test_extreme_margins(bias, outputs, margin, reveal):
-    if not bias and outputs == 2 and abs(margin) >= 20:
-        pytest.xfail("softmax - 1 loses its digits in the client's own gradient, so the size of k cannot be read")
+def test_extreme_margins(bias, outputs, margin, reveal, request):
+    if not bias and outputs == 2 and margin >= 30:
+        reason = "the label's row of the gradient has lost its digits, and is used beside the others, which have not"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     net, pixels, features = last_layer(bias, outputs, margin=margin)
     label, loss = (1, "logistic") if outputs == 1 else (0, "cross_entropy")
     if bias:
