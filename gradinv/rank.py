@@ -256,7 +256,7 @@ class _Part:
         return len(self.free) * self.channels
 
     def rank(self) -> int:
-        if not self.unknowns:
+        if not self.unknowns or not self.outputs:
             return 0
         gram = self.gram_of_inputs if self.unknowns <= self.outputs else self._gram_of_outputs
         return _rank(gram(), self.scale)

@@ -40,9 +40,9 @@ def h_gap(update: Update, **options) -> Reconstruction:
         return replace(searched, why=why, seconds=seconds)
     if searched.pixels is None:
         return replace(recursive, why=f"R-GAP alone, since DLG has no picture: {recursive.why}", seconds=seconds)
-    rough, smooth = ((searched, recursive), (recursive, searched))[
-        int(roughness(searched.pixels).item() < roughness(recursive.pixels).item())
-    ]
+    smooth, rough = recursive, searched
+    if roughness(searched.pixels).item() < roughness(recursive.pixels).item():
+        smooth, rough = searched, recursive
     why = f"{'DLG' if smooth is searched else 'R-GAP'} is the smoother: {smooth.why}"
     return replace(smooth, why=why, seconds=seconds, alternatives=(rough.pixels, *smooth.alternatives))
 

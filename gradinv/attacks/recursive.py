@@ -24,6 +24,9 @@ from gradinv.client import Update, expect_update, loss_of, working_copy
 from gradinv.layers import Block, NotCovered, Operator, Stage, balance, chain, undo
 
 DIRECT = 400  # up to this many unknowns a layer is solved by its singular values
+MOST = 4000  # steps of LSMR
+OUT_OF_STEPS = 7  # how LSMR says so
+FACTORED = 4000  # up to this many unknowns an answer that LSMR did not finish is finished by a factorisation
 COUNTED = 1500  # up to this many unknowns of a residual block the rank is counted
 LOOSE = 1e-3  # relative; from here on the size of an entry behind a ReLU says that it was let through
 EVALUATIONS = 100  # of Newton steps in a residual block, at most
@@ -211,8 +214,9 @@ def solve(operator: Operator, k: Tensor, gradient: Tensor | None, z: Tensor, kno
     n = math.prod(operator.input_shape)
     equations = [*_of_gradient(operator, k, gradient), _of_output(operator, z, known)]
     if isinstance(operator.module, nn.Linear) and gradient is not None:
-        unit = k * balance(operator, k)  # squares of small entries leave even double precision
-        x, lost, condition = unit @ gradient * balance(operator, k) / unit.square().sum(), 0, 1.0
+        factor = balance(operator, k)
+        unit = k * factor  # squares of small entries leave even double precision
+        x, lost, condition = unit @ gradient * factor / unit.square().sum(), 0, 1.0
     else:
         (x,), lost, condition = _least_squares(equations, [operator.input_shape])
         if n > DIRECT:
@@ -439,7 +443,8 @@ def _lost_middle(block: Block, k: Tensor, g2: Tensor | None, linear: Sequence[Eq
 
     Those that they leave open of both, but not of x alone. K2 x2 = dL/dW2 alone counts where S is the identity.
     """
-    alone = _lost_by_gradient(block.second.operator, block.scale * k) if g2 is not None else math.prod(block.shapes[0])
+    k2 = None if g2 is None else block.scale * k
+    alone = rank.lost(block.second.operator, k2, torch.zeros_like(k, dtype=torch.bool))
     if not alone or block.shortcut is None:
         return alone
     lost = _lost(linear, block.shapes)
@@ -451,19 +456,6 @@ def _lost_middle(block: Block, k: Tensor, g2: Tensor | None, linear: Sequence[Eq
         for part in linear
     ]
     return lost - _lost(of_x, block.shapes[1:])
-
-
-def _lost_by_gradient(operator: Operator, k: Tensor) -> int:
-    """How many dimensions of a layer's input K x = dL/dW leaves open; K is a block for each channel, x of one."""
-    rows = operator.gradient_rows(k)
-    filters = rows.flatten(1).view(operator.groups, -1, rows.shape[-1])
-    channels = math.prod(operator.input_shape) // rows.shape[-1] // operator.groups
-    return channels * int((rows.shape[-1] - torch.linalg.matrix_rank(filters)).sum())
-
-
-MOST = 4000  # steps of LSMR
-OUT_OF_STEPS = 7  # how LSMR says so
-FACTORED = 4000  # up to this many unknowns an answer that LSMR did not finish is finished by a factorisation
 
 
 def _precision(update: Update) -> float:
