@@ -435,20 +435,9 @@ def deficient(activation=nn.Sigmoid, filters=3):
     return stack(conv(1, 6), activation(), conv(6, filters, 3, 2, 1), activation(), shape=(1, 6, 6))
 
 
-BORDERS = "the search starts beyond the borders of the activation's range, and ends beside the picture"
-
-
 @pytest.mark.parametrize("filters", [2, 3])
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(
-    "activation",
-    [
-        pytest.param(nn.Sigmoid, marks=pytest.mark.xfail(strict=True, reason=BORDERS)),
-        pytest.param(nn.Softplus, marks=pytest.mark.xfail(strict=False, reason=BORDERS)),
-        *(nn.Tanh, partial(nn.LeakyReLU, 0.2), nn.ELU),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("activation", [nn.Sigmoid, nn.Softplus, nn.Tanh, partial(nn.LeakyReLU, 0.2), nn.ELU], ids=str)
 def test_virtual_constraints_fill_the_gap_of_a_small_network(activation, seed, filters):
     torch.manual_seed(seed)
     net, pixels = deficient(activation, filters), picture((1, 6, 6))

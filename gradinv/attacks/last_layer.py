@@ -154,17 +154,20 @@ def _by_margin(last: Stage, gradient: Tensor, labels: list[int]) -> list[Start]:
 def _by_softmax(weight: Tensor, gradient: Tensor, label: int | None) -> list[Start]:
     """dL/dW = k x^T gives k up to its size, and k = softmax(W x) - onehot(label) gives the size.
 
-    With h = k^T dL/dW for the direction k of unit size, x = s h, and s (1 - softmax(s W h)) = -k in the label's row.
-    The label is the row whose sign differs from all others.
+    With h = k^T dL/dW for the direction k of unit size, x = s h, and s (1 - softmax(s W h)) = -k in the label's row,
+    the only negative one. Where the network is sure, that row is a small difference of large numbers, so it is taken
+    as minus the sum of the others.
     """
-    left, _, _ = torch.linalg.svd(gradient, full_matrices=False)
     found = []
-    for direction in (left[:, 0], -left[:, 0]):
-        negative = (direction < 0).nonzero().flatten().tolist()
-        row = int(direction.argmin()) if label is None else label
-        if direction[row] >= 0 or (len(negative) > 1 and label is None):
+    for row in range(len(gradient)) if label is None else (label,):
+        whole = gradient.clone()
+        whole[row] = 0
+        whole[row] = -whole.sum(0)
+        direction = torch.linalg.svd(whole, full_matrices=False)[0][:, 0]
+        direction = -direction * direction[row].sign()
+        if direction[row] == 0 or (label is None and direction.sort().values[1] < -ROUNDING):
             continue
-        h = direction @ gradient
+        h = direction @ whole
         logits = (weight @ h).numpy()
 
         def excess(log_size, row=row, logits=logits, direction=direction):
@@ -181,6 +184,9 @@ def _by_softmax(weight: Tensor, gradient: Tensor, label: int | None) -> list[Sta
             if (k * size - direction).norm() < 1e-3:
                 found.append(Start(size * h[None], k[None], row))
     return found
+
+
+ROUNDING = 1e-6  # of an entry that should be positive, in single precision
 
 
 def _sensitivity(logits: np.ndarray, row: int) -> np.ndarray:

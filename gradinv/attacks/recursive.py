@@ -23,7 +23,8 @@ from gradinv.attacks.virtual import virtual_constraints
 from gradinv.client import Update, expect_update, loss_of, working_copy
 from gradinv.layers import Block, NotCovered, Operator, Stage, balance, chain, undo
 
-DIRECT = 400  # up to this many unknowns a layer is solved by its singular values
+DIRECT = 400  # up to this many unknowns a layer is solved by its singular values,
+ENTRIES = 4_000_000  # if its matrix has no more entries than this
 MOST = 4000  # steps of LSMR
 OUT_OF_STEPS = 7  # how LSMR says so
 FACTORED = 4000  # up to this many unknowns an answer that LSMR did not finish is finished by a factorisation
@@ -110,6 +111,8 @@ def r_gap(update: Update, *, virtual: bool = True) -> Reconstruction:
     if best.history[-1]["nullity"] and not _fillers([best.history[-1]]):
         return answer("ambiguous", f"{_opening(best.history[-1])}, and this is the least of them", best, others)
     why = "every layer had as many equations as unknowns"
+    if any(row["nullity"] is None for row in best.history):
+        why = "the picture reproduces the gradient, though the rank of some layers was not counted"
     if best.deficient:
         why = f"{' and '.join(_fillers(best.deficient)) or 'the other layers'} filled the gap"
     return answer("recovered", why + ("; the box ruled out a twin" if others else ""), best, others)
@@ -183,7 +186,8 @@ def _walk(update, front, stages: list[Stage | Block], gradient, start: Start, vi
                 sensitivity = k if found.facts["gradient rows"] else None
                 basis = rank.lost_directions(stage.operator, sensitivity, known).T
                 if basis.numel():  # what singular values of noise call open may not be
-                    x, facts = virtual_constraints(below, x, basis, found.k, gradient, tolerance)
+                    pixels = not front and len(below) == i
+                    x, facts = virtual_constraints(below, x, basis, found.k, gradient, tolerance, pixels)
                     row |= facts
         k = found.k
         walk.history.append(row)
@@ -219,7 +223,7 @@ def solve(operator: Operator, k: Tensor, gradient: Tensor | None, z: Tensor, kno
         x, lost, condition = unit @ gradient * factor / unit.square().sum(), 0, 1.0
     else:
         (x,), lost, condition = _least_squares(equations, [operator.input_shape])
-        if n > DIRECT:
+        if lost is None:
             lost = rank.lost(operator, None if gradient is None else k, known)
     facts = {"unknowns": n, "gradient rows": 0 if gradient is None else gradient.numel()}
     facts |= {"weight rows": int(known.sum()), "rank": None if lost is None else n - lost, "nullity": lost}
@@ -390,13 +394,13 @@ def _off(equations: Sequence[Equations], *unknowns: Tensor) -> float:
 def _least_squares(
     equations: Sequence[Equations], shapes, precision: float = 1e-13
 ) -> tuple[list[Tensor], int | None, float]:
-    """The solution of least norm, how many dimensions are open (None above `DIRECT`) and the condition number.
+    """The solution of least norm, how many dimensions are open (None where it is large) and the condition number.
 
     By singular values, or for many unknowns by LSMR, which never builds a matrix and estimates the condition.
     """
     system = _System(equations, shapes)
     n = sum(system.sizes)
-    if n <= DIRECT:
+    if n <= DIRECT and n * len(system.right) <= ENTRIES:
         left, values, back = torch.linalg.svd(system.matrix(), full_matrices=False)
         rank_ = int((values > values[0] * 1e-9).sum())
         x = back[:rank_].T @ ((left[:, :rank_].T @ system.right) / values[:rank_])
