@@ -182,7 +182,7 @@ def true_k(net, features, label):
     else:
         loss = torch.nn.functional.cross_entropy(outputs, torch.tensor([label]))
     k = torch.autograd.grad(loss, z)[0]
-    if outputs.shape[1] > 1:  # softmax - 1 of a sure network keeps no digits; that all rows sum to zero does
+    if outputs.shape[1] > 1 and net[2].bias is None:  # where softmax - 1 keeps no digits, the sum over rows does
         k[0, label] = 0
         k[0, label] = -k.sum()
     return k
