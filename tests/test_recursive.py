@@ -453,6 +453,21 @@ def test_virtual_constraints_fill_the_gap_of_a_small_network(activation, seed, f
     assert row["virtual constraints"] == 216 - 36 and row["virtual residual"] < 1e-6 and row["evaluations"] > 0
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("activation", [nn.Sigmoid, nn.Tanh, partial(nn.LeakyReLU, 0.2)], ids=str)
+def test_virtual_constraints_reach_several_layers_back(activation, seed):
+    torch.manual_seed(seed)
+    net = stack(
+        conv(1, 8), activation(), conv(8, 10), activation(), conv(10, 3, 2, 2, 0), activation(), shape=(1, 6, 6)
+    )
+    pixels = picture((1, 6, 6))
+    found = attacks.r_gap(update_of(net, pixels, label_of(net, pixels, right=False)))
+    assert_recovered(found, pixels, 1e-8)
+    row = found.history[1]
+    constraints = 36 * (8 - 1) + 36 * (10 - 8)  # of the first layer and of the second
+    assert row["virtual constraints"] == constraints and row["virtual gradient rows"] == 0 < row["nullity"]
+
+
 def test_cnn6d_without_virtual_constraints():
     net, pixels = victims.cnn6d().double(), picture((3, 32, 32))
     found = attacks.r_gap(update_of(net, pixels, label_of(net, pixels, right=False)), virtual=False)
