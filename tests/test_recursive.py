@@ -453,6 +453,25 @@ def test_virtual_constraints_fill_the_gap_of_a_small_network(activation, seed, f
     assert row["virtual constraints"] == 216 - 36 and row["virtual residual"] < 1e-6 and row["evaluations"] > 0
 
 
+def test_a_unit_read_on_the_wrong_side_of_its_kink_is_turned():
+    net, pixels = stack(conv(1, 6), nn.LeakyReLU(0.2)), picture()
+    stage = layers.chain(net, pixels.shape[1:])[1][0]
+    given, above = net[:2](pixels).detach(), torch.randn(1, *stage.operator.output_shape, dtype=torch.float64)
+    _, k, known = stage.undo(given, above)
+    sent = stage.operator.weight_gradient(pixels, k)
+    unit = given.abs().argmin()
+    misread = given.clone()
+    misread.view(-1)[unit] *= -1e-6
+    z, wrong, _ = stage.undo(misread, above)
+    assert (wrong != k).sum() == 1
+    off = recursive.solve(stage.operator, wrong, sent, z, known).facts["residual"]
+    tolerance = 2 * float(misread.abs().min() / misread.abs().max())
+    right, turned = recursive._turned(stage, misread, above, wrong, sent, z, known, off, tolerance)
+    assert turned and torch.allclose(right, k, 1e-12)
+    again, turned = recursive._turned(stage, misread, above, right, sent, z, known, 1e-3 * off, tolerance)
+    assert not turned and torch.equal(again, right)
+
+
 @pytest.mark.parametrize("seed", [0, 2])
 @pytest.mark.parametrize("activation", [nn.Sigmoid, nn.Tanh, partial(nn.LeakyReLU, 0.2)], ids=str)
 def test_virtual_constraints_reach_several_layers_back(activation, seed):

@@ -32,6 +32,7 @@ COUNTED = 1500  # up to this many unknowns of a residual block the rank is count
 LOOSE = 1e-3  # relative; from here on the size of an entry behind a ReLU says that it was let through
 EVALUATIONS = 100  # of Newton steps in a residual block, at most
 BOX = 1e-3  # pixels may leave [0, 1] by this much and still count as inside
+DOUBTS = 8  # units next to a kink that are tried on its other side, at most
 CONTRADICTION = 0.1  # equations of a layer with full rank that are off by this much rule out how the walk began
 
 
@@ -166,7 +167,8 @@ def _walk(update, front, stages: list[Stage | Block], gradient, start: Start, vi
         if i == len(stages) - 1:
             z, known = stage.operator.apply(x), torch.ones(1, *stage.operator.output_shape, dtype=torch.bool)
         else:
-            z, k, known = stage.undo(x, k, tolerance)
+            given, above = x, k
+            z, k, known = stage.undo(given, above, tolerance)
         if not k.any():
             walk.blocked = f"dL/dz of {stage.name} is zero in every entry, so its weights carry nothing"
             return walk
@@ -176,7 +178,12 @@ def _walk(update, front, stages: list[Stage | Block], gradient, start: Start, vi
         if isinstance(stage, Block):
             found, below = solve_block(stage, k, gradient, z, known), []
         else:
-            found = solve(stage.operator, k, gradient.get(stage.operator.weight_name), z, known)
+            sent = gradient.get(stage.operator.weight_name)
+            found = solve(stage.operator, k, sent, z, known)
+            doubt = tolerance < found.facts["residual"] < CONTRADICTION
+            if doubt and sent is not None and i < len(stages) - 1:
+                k, turned = _turned(stage, given, above, k, sent, z, known, found.facts["residual"], tolerance)
+                found = solve(stage.operator, k, sent, z, known) if turned else found
             below = list(takewhile(lambda other: isinstance(other, Stage), reversed(stages[:i])))[::-1]
         row = {"layer": stage.name, **found.facts}
         x = found.x
@@ -197,6 +204,32 @@ def _walk(update, front, stages: list[Stage | Block], gradient, start: Start, vi
     walk.pixels = undo(front, x, x)[0].reshape(1, *update.input_shape)
     walk.mismatch = _mismatch(update, gradient, walk, f"{stages[-1].name}.bias" in gradient)
     return walk
+
+
+def _turned(stage, given, above, k, sent, z, known, off: float, tolerance: float) -> tuple[Tensor, bool]:
+    """dL/dz with units taken to the other side of their kink where the equations then hold better, and if any were.
+
+    A unit nearer to its kink than the error that comes from above may have been read on the wrong side. Its slope, and
+    so its k, is then wrong by a factor, which spoils a whole filter's equations.
+
+    given, above: outputs of the stage and dL/dx there; k, z, known: as read off them; sent: dL/dW; off: how far the
+        equations are from holding.
+    """
+    near = tolerance * float(given.abs().max())
+    doubtful = given.abs() <= near
+    sides = [stage.undo(given.where(~doubtful, side * 2 * near), above, tolerance)[1] for side in (1, -1)]
+    other = sides[0].where(k == sides[1], sides[1])
+    kinks = (sides[0] - sides[1]).abs() > tolerance * k.abs().max()
+    turned = False
+    for unit in map(tuple, kinks.nonzero()[:DOUBTS]):
+        trial = k.clone()
+        trial[unit] = other[unit]
+        equations = [*_of_gradient(stage.operator, trial, sent), _of_output(stage.operator, z, known)]
+        (x,), _, _ = _least_squares(equations, [stage.operator.input_shape])
+        better = _off(equations, x)
+        if better < off / 2:
+            k, off, turned = trial, better, True
+    return k, turned
 
 
 @dataclass(frozen=True)
