@@ -1,0 +1,18 @@
+"""Rank analysis: how much of a layer's input, or of a whole picture, a gradient determines."""
+
+from gradinv.rank.counts import BlockCount, LayerCount, NotCounted, RankReport, analyse
+from gradinv.rank.generic import Convolution, generic_nullity
+from gradinv.rank.numerical import lost, lost_directions, nullity
+
+__all__ = [
+    "BlockCount",
+    "Convolution",
+    "LayerCount",
+    "NotCounted",
+    "RankReport",
+    "analyse",
+    "generic_nullity",
+    "lost",
+    "lost_directions",
+    "nullity",
+]
