@@ -106,8 +106,8 @@ def test_blocks_of_the_own_model_page_run(capsys, monkeypatch, tmp_path):
     assert several.startswith("tensor([") and several.count(",") == 3
     assert "recovered" in gradient
     assert stored == "['cat', 'dog']\n"
-    ra, lost = (int(line.split()[1]) for line in ranks.splitlines())
-    assert ra < 0 < lost
+    ra, counted, lost = (int(line.split()[-1]) for line in ranks.splitlines())
+    assert ra < 0 < counted == lost
 
 
 def test_example_of_the_own_model_page_takes_a_batch(capsys):

@@ -15,25 +15,35 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from gradinv.rank.generic import Convolution, generic_nullity, pads_of
-from gradinv.trace import Call, trace
+from gradinv.trace import LOOKS, Call, trace
 
-SUMS = ("add", "add_", "__add__", "__radd__", "__iadd__")
+SUMS = ("add", "add_", "sub", "sub_", "subtract", "__radd__", "__rsub__")
 JOINS = ("cat", "concat", "concatenate")
-PRODUCTS = ("mul", "matmul", "bmm", "baddbmm", "div", "einsum", "scaled_dot_product", "__mul__", "__matmul__")
-POOLS = ("max_pool", "avg_pool", "adaptive_", "fractional_max_pool", "lp_pool", "mean", "sum", "amax", "interpolate")
+# What puts values side by side, so that none of them is lost
+APART = (*JOINS, "stack", "hstack", "vstack", "dstack", "column_stack", "copy_", "__setitem__")
+PRODUCTS = ("mul", "div", "true_divide", "addcmul", "addcdiv", "scaled_dot_product", "__mul__", "__rmul__")
+MATRIX = ("matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "addmm", "baddbmm", "einsum", "tensordot", "__matmul__")
+GATES = ("glu",)  # the product of two halves of one value
+OWN_SCALE = ("layer_norm", "group_norm", "instance_norm", "rms_norm", "local_response_norm", "normalize")
+WINDOWS = ("max_pool", "avg_pool", "adaptive_", "fractional_max_pool", "lp_pool")
+REDUCTIONS = ("mean", "sum", "amax", "amin", "max", "min", "median", "logsumexp", "interpolate")
 WEIGHTED = ("conv", "linear", "bilinear")
+UNSEEN = "the picture does not reach its weights, as far as can be seen"
+TOGETHER = "the layers before it count their outputs, of which only the sum is known"
+ONE_BY_ONE = "one of its branches may make up for what another one loses, but they count one by one"
 # What may stand beside counted layers below a skip: with it around, their input follows from the sum all the same
-BELOW_A_SKIP = ("layer_norm", "group_norm", "rms_norm", "instance_norm", "add", "sub", "mul", "div")
+BELOW_A_SKIP = (*OWN_SCALE, "add", "sub", "mul", "div")
 
 
 @dataclass(frozen=True)
 class LayerCount:
     """The equations for one layer's input.
 
-    x, weights, z: |x|, |W| and |z|; virtual: |V| as the sum of surpluses of earlier layers; budget: |V| as what is
-    left of them after earlier deficits; nullity: how many of the |x| directions the gradient of these weights and the
-    output leave open for almost all weights and sensitivities (for a pooling, which has no weights: at least as
-    many); beside: other layers with the same input, whose equations come on top; ra: |x| - |W| - |z|; ra_virtual:
+    x, weights, z: |x|, |W| and |z|; virtual: |V| as the sum of surpluses of the layers that its input went through;
+    budget: |V| as what is left of them after their deficits; nullity: how many of the |x| directions the gradient of
+    these weights and the output leave open for almost all weights and sensitivities (for a pooling, which has no
+    weights: at least as many); beside: other layers with the same input, whose equations come on top; geometry, size:
+    of a convolution in two dimensions, and height and width of its input; ra: |x| - |W| - |z|; ra_virtual:
     ra - virtual.
     """
 
@@ -46,6 +56,8 @@ class LayerCount:
     budget: int
     nullity: int
     beside: tuple[str, ...] = ()
+    geometry: Convolution | None = None
+    size: tuple[int, int] = (1, 1)
 
     @property
     def rank(self) -> int:
@@ -65,7 +77,8 @@ class BlockCount:
     """The equations for the input of layers with a skip around them (appendix D of the paper).
 
     kind: "sum" or "concatenation", how the skip joins what it went around; layers: what it goes around, in order;
-    x, f: entries of the input and of the sum or concatenation; shortcut: weights of the skip's own layer.
+    x, f: entries of the input and of the sum or concatenation; shortcut: weights of the skip's own layer. The skip of a
+    concatenation, and of a sum without such a layer, carries the whole input.
     with_skip: |x| - |W| - |Ws| - |f|, with W the last layer's weights and Ws the shortcut's; without_skip: the largest
     ra of the layers.
     """
@@ -86,11 +99,12 @@ class BlockCount:
 
 @dataclass(frozen=True)
 class NotCounted:
-    """Something that a network does which the counts leave out, and why. What is counted is right without it."""
+    """Something that a network does which the counts leave out, why, and the names of its parameters."""
 
     name: str
     kind: str
     why: str
+    parameters: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.kind}): {self.why}"
@@ -120,8 +134,16 @@ class RankReport:
 
     @property
     def index(self) -> int:
-        """The largest RA-i, without virtual constraints: over blocks, and over the layers that no skip goes around."""
-        return max([layer.ra for layer in self.exposed] + [block.with_skip for block in self.blocks])
+        """The largest RA-i, without virtual constraints: over blocks that lie in no other one, and over the layers
+        that no skip goes around, where those with the same input count together.
+
+        Branches that are joined count one by one, though one can make up for another: then it is an upper bound.
+        """
+        inside = [set(block.layers) for block in self.blocks]
+        blocks = [block for block in self.blocks if not any(set(block.layers) < other for other in inside)]
+        gives = {row.name: row.weights + row.z for row in self.layers if not any(row.name in names for names in inside)}
+        layers = [row.ra - sum(gives.get(name, 0) for name in row.beside) for row in self.exposed]
+        return max(layers + [block.with_skip for block in blocks])
 
     def table(self) -> pd.DataFrame:
         """A row a layer, in the order in which they run."""
@@ -152,8 +174,10 @@ def analyse(model: nn.Module, input_shape: tuple[int, ...]) -> RankReport:
     """Count the equations of every layer.
 
     Convolutions in two dimensions, linear maps (of many vectors too) and poolings have a row. Batch norm with frozen
-    statistics and activations keep their input's size and have none. All else that has weights, and products of two
-    values, is named in `not_counted`. The weights themselves are not looked at.
+    statistics and activations keep their input's size and have none. All else that has weights, products of two
+    values, and sums of values that cannot be told apart are named in `not_counted`, with every weight that has no row:
+    one that works on the picture more than once, or is frozen while others are trained (where all are frozen, they
+    count as trained). The values of the weights are not looked at.
 
     Args:
         model: any module.
@@ -167,26 +191,17 @@ def analyse(model: nn.Module, input_shape: tuple[int, ...]) -> RankReport:
     if len(input_shape) not in (1, 3) or min(input_shape) < 1:
         raise ValueError(f"input_shape must be (channels, height, width) or (features,), got {tuple(input_shape)}")
     calls = trace(model, tuple(input_shape))
-    used = Counter(call.weight for call in calls if call.weight)
+    own = dict(model.named_parameters())
+    used = Counter(name for call in calls for name in call.parameters)
+    frozen = {name for name, parameter in own.items() if not parameter.requires_grad}
+    frozen = frozen if len(frozen) < len(own) else set()
+    why = {number: _why_not(call, calls, used, frozen) for number, call in enumerate(calls)}
+    before = _ancestors(calls)
     row_of: dict[int, LayerCount] = {}
-    missing: list[NotCounted] = []
-    virtual = budget = 0
     for number, call in enumerate(calls):
-        why = _why_not(call, used)
-        if why:
-            missing.append(NotCounted(call.name, call.kind, why))
-            continue
-        row = _row(call, calls, virtual, budget)
+        row = None if why[number] else _row(call, calls, [row_of[n] for n in row_of if n in before[number]])
         if row:
             row_of[number] = row
-            surplus = max(row.z - row.x, 0)
-            virtual += surplus
-            budget = max(budget + surplus - max(row.ra, 0), 0)
-    if not any(row.weights for row in row_of.values()):
-        left_out = "".join(f"; not counted: {line}" for line in dict.fromkeys(missing))
-        raise ValueError(
-            f"model must have a convolution or a linear layer to count, got {type(model).__name__}{left_out}"
-        )
     taken: dict[int, list[str]] = {}
     for number, row in row_of.items():
         if row.weights:
@@ -194,49 +209,114 @@ def analyse(model: nn.Module, input_shape: tuple[int, ...]) -> RankReport:
     for number, row in row_of.items():
         others = taken.get(_source(calls[number], calls), ()) if row.weights else ()
         row_of[number] = replace(row, beside=tuple(name for name in others if name != row.name))
-    blocks = _blocks(calls, row_of, {n for n, call in enumerate(calls) if _breaks_a_block(call, used)})
-    return RankReport(list(row_of.values()), blocks, list(dict.fromkeys(missing)))
+    missing = {number for number in why if why[number] and not calls[number].function.startswith(BELOW_A_SKIP)}
+    blocks, others = _blocks(calls, row_of, before, missing)
+    for number in others:
+        why[number] = why[number] or (TOGETHER if calls[number].function in SUMS else ONE_BY_ONE)
+    lines = [NotCounted(calls[n].name, calls[n].kind, why[n], calls[n].parameters) for n in why if why[n]]
+    for name, parameter in own.items():
+        if parameter.ndim > 1 and not used[name]:
+            owner = name.rpartition(".")[0]
+            kind = type(model.get_submodule(owner)).__name__
+            lines.append(NotCounted(owner, kind, UNSEEN, (name,)))
+    lines = list(dict.fromkeys(lines))
+    if not any(row.weights for row in row_of.values()):
+        raise ValueError(
+            f"model must have a convolution or a linear layer to count, got {type(model).__name__}"
+            + "".join(f"; not counted: {line}" for line in lines)
+        )
+    return RankReport(list(row_of.values()), blocks, lines)
 
 
-def _why_not(call: Call, used: Counter) -> str:
+def _ancestors(calls: list[Call]) -> list[frozenset[int]]:
+    """The calls that each one depends on, itself among them."""
+    before: list[frozenset[int]] = []
+    for number, call in enumerate(calls):
+        before.append(frozenset([number]).union(*(before[taken] for taken in call.takes if taken >= 0)))
+    return before
+
+
+def _why_not(call: Call, calls: list[Call], used: Counter, frozen: set[str]) -> str:
     """Why the counts leave out what this call does to the equations; empty where they need not say anything."""
+    if call.function in LOOKS:
+        return "the network looks at values here, and may run otherwise for another picture"
     if call.weight:
+        pictures = call.input_shape[0] if call.function == "conv2d" and len(call.input_shape) == 4 else 1
         if used[call.weight] > 1:
             return f"its weights run {used[call.weight]} times, and their gradient is a sum"
-        if call.function == "conv2d" and call.input_shape[0] != 1:
-            return f"it runs on {call.input_shape[0]} pictures at once"
+        if call.weight in frozen:
+            return "its weights are frozen, so that no gradient is sent for them"
+        return f"it runs on {pictures} pictures at once" if pictures > 1 else ""
+    if call.function == "batch_norm" and not call.options["training"]:
         return ""
-    if call.function == "batch_norm":
-        return ""
-    if call.parameters:
+    if call.parameters and call.function not in ("conv2d", "linear"):
         return "it has weights, and is neither a convolution in two dimensions nor a linear layer"
     if call.function.startswith(WEIGHTED):
-        return "its weights are computed, so that their gradient is not sent as such"
-    if call.function.startswith(PRODUCTS) and len(call.takes) > 1:
+        return "its weights are computed or fixed, so that their gradient is not sent as such"
+    if call.function.startswith((*OWN_SCALE, "batch_norm")):
+        return "it divides by a size of its own input"
+    if call.function in GATES or (len(call.takes) > 1 and call.function.startswith((*PRODUCTS, *MATRIX))):
         return "it multiplies two values that both come from the picture"
+    if call.function in MATRIX:
+        return "it multiplies by a matrix that is no weight"
+    if len(call.takes) > 1 and call.function not in (*SUMS, *APART):
+        return "it combines values from the picture otherwise than by a sum or side by side"
+    if call.constants if call.function in JOINS else call.function == "pad" and not _merges(call, calls):
+        return "it adds constants around its input, which count among the unknowns of what follows"
     return ""
 
 
-def _breaks_a_block(call: Call, used: Counter) -> bool:
-    return bool(_why_not(call, used)) and not call.function.startswith(BELOW_A_SKIP)
+def _merges(pad: Call, calls: list[Call]) -> bool:
+    """Whether all that takes the padded value has it as a part of itself, or is a sum."""
+    takers = [call for call in calls for taken in call.takes if taken >= 0 and calls[taken] is pad]
+    parts = (call.function in SUMS or _padding(call, calls) is not None for call in takers)
+    return max(pad.options["pad"]) <= 0 or all(parts)
 
 
-def _row(call: Call, calls: list[Call], virtual: int, budget: int) -> LayerCount | None:
-    x, z = math.prod(call.input_shape), call.size
+def _padding(call: Call, calls: list[Call]) -> Call | None:
+    """The padding right before a convolution or a pooling, where it counts as a part of it."""
+    before = calls[call.takes[0]] if call.takes[0] >= 0 else None
+    if before is None or before.function != "pad" or any(before.options["pad"][4:]):
+        return None
+    if call.weight and call.function == "conv2d":
+        grown = before.options["mode"] == "constant" and min(before.options["pad"]) >= 0
+        return before if grown or not any(_own_pads(call)) else None
+    return before if call.function.startswith(WINDOWS) else None
+
+
+def _own_pads(call: Call) -> tuple[int, ...]:
+    return pads_of(call.options["padding"], call.weight_shape[2:], call.options["dilation"])
+
+
+def _virtual(earlier: list[LayerCount]) -> tuple[int, int]:
+    """|V| in its two readings, from the layers that a value went through."""
+    virtual = budget = 0
+    for row in earlier:
+        surplus = max(row.z - row.x, 0)
+        virtual, budget = virtual + surplus, max(budget + surplus - max(row.ra, 0), 0)
+    return virtual, budget
+
+
+def _row(call: Call, calls: list[Call], earlier: list[LayerCount]) -> LayerCount | None:
+    z, (virtual, budget) = call.size, _virtual(earlier)
     if call.weight is None:
-        if not call.function.startswith(POOLS) or len(call.takes) > 1 or x == z:
+        pool = call.function.startswith(WINDOWS)
+        x = math.prod((_padding(call, calls) or call).input_shape)
+        same = x == z and (not pool or call.function.startswith("adaptive_"))  # one pixel a window
+        if not (pool or call.function in REDUCTIONS) or len(call.takes) > 1 or same:
             return None
         return LayerCount(call.name, call.kind, x, 0, z, virtual, budget, max(x - z, 0))
     conv, size = _geometry(call, calls)
     x = conv.channels * size[0] * size[1]
     name = call.weight.removesuffix(".weight") if call.weight != "weight" else ""
-    return LayerCount(name, call.kind, x, math.prod(call.weight_shape), z, virtual, budget, generic_nullity(conv, size))
+    geometry = conv if call.function == "conv2d" else None
+    weights, lost = math.prod(call.weight_shape), generic_nullity(conv, size)
+    return LayerCount(name, call.kind, x, weights, z, virtual, budget, lost, (), geometry, size)
 
 
 def _source(call: Call, calls: list[Call]) -> int:
     """The call that made a layer's input, before padding."""
-    taken = call.takes[0]
-    return calls[taken].takes[0] if taken >= 0 and calls[taken].function == "pad" else taken
+    return (_padding(call, calls) or call).takes[0]
 
 
 def _geometry(call: Call, calls: list[Call]) -> tuple[Convolution, tuple[int, int]]:
@@ -244,52 +324,57 @@ def _geometry(call: Call, calls: list[Call]) -> tuple[Convolution, tuple[int, in
     filters, channels, *kernel = call.weight_shape
     if call.function == "linear":
         return Convolution(channels, filters, (1, 1)), (math.prod(call.input_shape) // channels, 1)
-    stride, dilation = (
-        (value, value) if isinstance(value, int) else tuple(value) * (3 - len(value))
-        for value in (call.options["stride"], call.options["dilation"])
-    )
-    padding = call.options["padding"]
-    padding = (padding, padding) if isinstance(padding, int) else padding
-    pads, mode, size = pads_of(padding, kernel, dilation), "constant", call.input_shape[2:]
-    before = calls[call.takes[0]] if call.takes[0] >= 0 else None
-    if before and before.function == "pad" and not any(pads) and len(before.options["pad"]) == 4:
-        pads, mode, size = before.options["pad"], before.options["mode"], before.input_shape[2:]
+    pads, mode, size = _own_pads(call), "constant", call.input_shape[-2:]
+    before = _padding(call, calls)
+    if before:
+        outer = (*before.options["pad"], 0, 0, 0, 0)[:4]
+        pads = tuple(sum(both) for both in zip(pads, outer, strict=True))
+        mode, size = before.options["mode"], before.input_shape[-2:]
+    stride, dilation = call.options["stride"], call.options["dilation"]
     groups = call.options["groups"]
     shape = channels * groups, filters, tuple(kernel)
-    return Convolution(*shape, stride, tuple(pads), dilation, groups, mode), tuple(size)
+    return Convolution(*shape, stride, pads, dilation, groups, mode), tuple(size)
 
 
-def _blocks(calls: list[Call], row_of: dict[int, LayerCount], missing: set[int]) -> list[BlockCount]:
-    """The sums and concatenations of which one part went around layers with weights."""
-    before: list[frozenset[int]] = []  # the calls that each one depends on, itself among them
-    blocks = []
+def _blocks(
+    calls: list[Call], row_of: dict[int, LayerCount], before: list[frozenset[int]], missing: set[int]
+) -> tuple[list[BlockCount], list[int]]:
+    """The sums and concatenations of which one part went around layers with weights, and those of other branches."""
+    blocks, others = [], []
     for number, call in enumerate(calls):
-        before.append(frozenset([number]).union(*(before[taken] for taken in call.takes if taken >= 0)))
         kind = "sum" if call.function in SUMS else "concatenation" if call.function in JOINS else None
         if kind is None or len(call.takes) < 2:
             continue
         sources = [before[taken] if taken >= 0 else frozenset() for taken in call.takes]
-        common = frozenset.intersection(*sources)
-        fork = max(common, default=-1)
-        branches = [sorted(source - (before[fork] if fork >= 0 else frozenset())) for source in sources]
-        weighted = [[row_of[one] for one in branch if one in row_of and row_of[one].weights] for branch in branches]
-        side = min(range(len(branches)), key=lambda i: len(weighted[i]))
-        main = sorted(set().union(*(branch for i, branch in enumerate(branches) if i != side)))
-        layers = [row_of[one] for one in main if one in row_of and row_of[one].weights]
-        around = len(weighted[side]) <= (1 if kind == "sum" else 0)
-        if not layers or not around or missing & {*main, *branches[side]}:
+        fork = max(frozenset.intersection(*sources), default=-1)
+        branches = [source - (before[fork] if fork >= 0 else frozenset()) for source in sources]
+        rows = [[row_of[one] for one in sorted(branch) if one in row_of] for branch in branches]
+        inside = frozenset.union(*branches)
+        first = min(inside, default=None)
+        if not any(row.weights for branch in rows for row in branch):
             continue
-        first = min(main)
+        x = calls[fork].size if fork >= 0 else math.prod(calls[first].input_shape)
+        side = min(range(len(rows)), key=lambda i: (len(rows[i]), -math.prod(call.shapes[i])))
+        layers = [row_of[one] for one in sorted(inside - branches[side]) if one in row_of and row_of[one].weights]
+        shortcut = rows[side]
+        if shortcut:
+            skips = kind == "sum" and len(shortcut) == 1 and shortcut[0].weights and shortcut[0].x == x
+        else:
+            skips = math.prod(call.shapes[side]) == x and all(calls[one].size >= x for one in branches[side])
+        enters = {taken for one in inside for taken in calls[one].takes} - inside
+        if not layers or not skips or enters != {fork} or missing & inside:
+            others += [number] if kind == "sum" or sum(map(bool, rows)) > 1 else []
+            continue
         blocks.append(
             BlockCount(
                 call.name or layers[0].name,
                 kind,
-                tuple(layer.name for layer in (*layers, *weighted[side])),
-                math.prod(calls[first].input_shape),
+                tuple(layer.name for layer in (*layers, *shortcut)),
+                x,
                 layers[-1].weights,
-                sum(layer.weights for layer in weighted[side]),
+                sum(layer.weights for layer in shortcut),
                 call.size,
                 max(layer.ra for layer in layers),
             )
         )
-    return blocks
+    return blocks, others
