@@ -57,7 +57,7 @@ def _decided(decisive: LayerCount | None) -> list[str]:
             "count of their equations stops recovery."
         ]
     lines = [
-        f"Layer {decisive.name} decides: this layer withholds {decisive.nullity:,} of the {decisive.x:,} directions of its "
+        f"Layer {decisive.name} decides: it withholds {decisive.nullity:,} of the {decisive.x:,} directions of its "
         "input. Its own equations, from its weights' gradient and its output, leave them open for almost all weights."
     ]
     if decisive.budget:
