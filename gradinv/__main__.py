@@ -1,6 +1,8 @@
 """The command line: `python -m gradinv chapters | run | claims | audit | fetch | train`."""
 
 import argparse
+import contextlib
+import os
 import pathlib
 import sys
 
@@ -13,6 +15,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.command(options) or 0
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -111,7 +115,9 @@ def _audit(options) -> None:
 
     expect_one_of("format", options.format, tuple(formats.FORMATS))
     shape = input_shape(options.input)
-    text = formats.FORMATS[options.format](audit(load(options.model), shape, options.model))
+    with contextlib.redirect_stdout(sys.stderr):  # what the network prints stays out of the report
+        found = audit(load(options.model), shape, options.model)
+    text = formats.FORMATS[options.format](found)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")
     else:

@@ -45,7 +45,7 @@ def applies(found):
 
 def test_decisive_layer_of_cnn6d(cnn6d):
     assert (cnn6d.decisive.name, cnn6d.decisive.nullity) == ("2", 280)
-    assert "this layer withholds 280 of the 3,468 directions" in cnn6d.findings[0]
+    assert "it withholds 280 of the 3,468 directions" in cnn6d.findings[0]
     assert "396 virtual constraints" in cnn6d.findings[1]
     assert applies(cnn6d) == {"walk_back": "no", "r_gap": "yes", "restore_labels": "no", "match_gradients": "yes"}
     best = cnn6d.changes[0]

@@ -145,3 +145,8 @@ def test_a_large_layer():
     # the first layer of a ResNet has equations to spare; its third stage at 224 pixels has not
     assert generic_nullity(Convolution(3, 64, (7, 7), (2, 2), (3,) * 4), (224, 224)) == 0
     assert generic_nullity(Convolution(64, 128, (3, 3), (2, 2), (1,) * 4), (56, 56)) == 43_008
+
+
+def test_a_layer_is_not_its_geometry():
+    with pytest.raises(Exception, match="Convolution"):
+        generic_nullity(nn.Conv2d(3, 4, 3), (8, 8))

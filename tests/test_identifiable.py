@@ -118,6 +118,39 @@ def test_batch_norm_in_train_mode_is_followed_and_left_alone():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_black_picture_and_gradients_that_are_rounding():
+    model = small(2, nn.Tanh()).double()
+    update, _ = update_of(model)
+    black = torch.zeros(1, *SHAPE, dtype=torch.float64)
+    parameters = list(model.parameters())
+
+    def gradient(x):
+        value = nn.functional.cross_entropy(model(x), torch.tensor([0]))
+        return torch.cat([part.flatten() for part in torch.autograd.grad(value, parameters, create_graph=True)])
+
+    dense = torch.autograd.functional.jacobian(gradient, black).flatten(1)
+    assert rank.identifiable(update, black).rank == int(torch.linalg.matrix_rank(dense, rtol=1e-10))
+    normed = nn.Sequential(nn.Conv2d(2, 3, 3, 2, 1), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 4))
+    update, pixels = update_of(normed, mode="train")
+    told = {name: value for name, value in update.gradient.items() if name != "0.bias"}  # it is zero but for rounding
+    without = rank.identifiable(dataclasses.replace(update, gradient=told), pixels)
+    assert rank.identifiable(update, pixels).rank == without.rank
+
+
+def test_attention_is_differentiated():
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(36, 3)
+
+        def forward(self, x):
+            x = x.flatten(2).transpose(1, 2).reshape(len(x), -1, 6)[:, :6]
+            return self.head(self.attention(x, x, x, need_weights=False)[0].flatten(1))
+
+    found = rank.identifiable(update_of(Attends().eval())[0])
+    assert 0 < found.rank <= 36 and found.nullity >= 36
+
+
 def test_hidden_labels_and_the_logistic_loss():
     model = nn.Sequential(nn.Conv2d(2, 2, 3, 2, 1), nn.Tanh(), nn.Flatten(), nn.Linear(18, 1)).eval()
     shown, pixels = update_of(model, loss="logistic")
@@ -135,5 +168,7 @@ def test_what_does_not_fit_is_named():
     update, pixels = update_of(small(2))
     with pytest.raises(ValueError, match=r"at must have the update's shape \(1, 2, 6, 6\), got \(2, 2, 6, 6\)"):
         rank.identifiable(update, torch.cat([pixels, pixels]))
+    with pytest.raises(ValueError, match=r"at must hold finite floating numbers, got torch\.uint8"):
+        rank.identifiable(update, torch.zeros(1, *SHAPE, dtype=torch.uint8))
     with pytest.raises(ValueError, match="probes must be at least 1, got 0"):
         rank.identifiable(update, pixels, probes=0)

@@ -17,6 +17,7 @@ PRODUCT = "it multiplies two values that both come from the picture"
 OWN_SCALE = "it divides by a size of its own input"
 UNSEEN = "the picture does not reach its weights, as far as can be seen"
 AROUND = "it adds constants around its input, which count among the unknowns of what follows"
+DROPPED = "it leaves out a part of its input, and the layers before it count all of their output as known"
 ODD = "it combines values from the picture otherwise than by a sum or side by side"
 
 
@@ -211,8 +212,26 @@ def every_weight_is_named(model, report):
     return {name for name, value in model.named_parameters() if value.ndim > 1} <= named | counted
 
 
+# a function that throws numbers away, and what its line says
+FLAT = "no gradient passes through it"
+DROPS = {
+    "a crop": (lambda net, x: net.head(x[:, :, :2, :2].flatten(1)), {DROPPED}),
+    "the largest": (lambda net, x: net.head(x.flatten(1).topk(16, 1)[0]), {DROPPED}),
+    "lengths": (lambda net, x: net.head(x.norm(dim=1).flatten(1)), {DROPPED}),
+    "rounding": (lambda net, x: net.head(x.flatten(1)[:, :16].round()), {DROPPED, FLAT}),
+    "nothing": (lambda net, x: net.head(net.a(x[:, :2]).mean(1).flatten(1) + x[:, 2:].mean(1).flatten(1)), set()),
+}
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_what_is_thrown_away_has_a_line(name):
+    run, said = DROPS[name]
+    report = rank.analyse(Net(run, head=nn.Linear(16, 3), a=conv(2, 4)), (4, 4, 4))
+    assert {reason for _, reason in lines(report)} & {DROPPED, FLAT} == said
+
+
 def test_a_recurrent_layer():
-    assert lines(rank.analyse(Recurrent(), (1, 3, 4))) == {("cell", WEIGHTS)}
+    assert lines(rank.analyse(Recurrent(), (1, 3, 4))) == {("cell", WEIGHTS), ("", DROPPED)}
 
 
 def test_frozen_throughout_counts_as_trained():

@@ -70,6 +70,8 @@ def _r_gap(model: nn.Module, input_shape: tuple[int, ...], layers: list[Layer]) 
         _, stages = chain(model, input_shape)
     except NotCovered as error:
         return "no", in_one_line(error)
+    except Exception as error:  # it does not run in double precision, for one
+        return "not known", f"the layers could not be read as a chain: {in_one_line(error)}"
     last = stages[-1]
     if isinstance(last, Block) or not isinstance(last.operator.module, nn.Linear):
         return "no", f"{last.name} comes last, which must be a fully connected layer"

@@ -44,7 +44,7 @@ def facts(audit: Audit) -> dict:
     return {
         "name": audit.name,
         "input_shape": list(audit.input_shape),
-        "decisive": audit.decisive.name if audit.decisive else None,
+        "decisive": audit.decisive.name if audit.decisive and audit.decisive.nullity else None,
         "nullity": audit.decisive.nullity if audit.decisive else None,
         "findings": audit.findings,
         "notes": list(audit.notes),

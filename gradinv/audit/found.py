@@ -1,6 +1,6 @@
 """What an architecture lets a gradient say about a picture.
 
-No attack runs here. Nothing but the shapes of the weights counts, so networks of any size take seconds.
+No attack runs here. Nothing but the shapes of the weights counts, so that most networks take seconds.
 """
 
 from dataclasses import dataclass, replace
@@ -57,8 +57,9 @@ def _decided(decisive: LayerCount | None) -> list[str]:
             "count of their equations stops recovery."
         ]
     lines = [
-        f"Layer {decisive.name} decides: it withholds {decisive.nullity:,} of the {decisive.x:,} directions of its "
-        "input. Its own equations, from its weights' gradient and its output, leave them open for almost all weights."
+        f"Layer {decisive.name or decisive.kind} decides: it withholds {decisive.nullity:,} of the {decisive.x:,} "
+        "directions of its input. Its own equations, from its weights' gradient and its output, leave them open for "
+        "almost all weights."
     ]
     if decisive.budget:
         lines.append(
@@ -83,8 +84,8 @@ def _around(report: RankReport) -> list[str]:
         most = max(pools, key=lambda layer: layer.nullity)
         count = "The pooling" if len(pools) == 1 else f"Of {len(pools)} poolings,"
         lines.append(
-            f"{count} {most.name} loses {'' if len(pools) == 1 else 'most, '}at least {most.nullity:,} of the "
-            f"{most.x:,} directions of its input; the gradients of the layers before it have to make up for that."
+            f"{count} {most.name or most.kind} loses {'' if len(pools) == 1 else 'most, '}at least {most.nullity:,} of "
+            f"the {most.x:,} directions of its input; the gradients of the layers before it have to make up for that."
         )
     lacking = [block for block in report.blocks if block.with_skip > 0]
     if report.blocks:
@@ -94,8 +95,9 @@ def _around(report: RankReport) -> list[str]:
     if lacking:
         most = max(lacking, key=lambda block: block.with_skip)
         lines.append(
-            f"{len(lacking)} of the {len(report.blocks)} skips lack equations all the same; {most.name} withholds "
-            f"at least {most.with_skip:,} of {most.x:,} directions."
+            f"By counting, {len(lacking)} of the {len(report.blocks)} skips lack equations all the same; at "
+            f"{most.name} there are {most.with_skip:,} fewer than the {most.x:,} unknowns. Gradients of other layers "
+            "inside may make up for some."
         )
     if report.not_counted:
         lines.append("Some of the network is not counted, as listed below. The numbers hold for the rest alone.")

@@ -30,7 +30,16 @@ def load(place: str) -> nn.Module:
     where, colon, name = place.rpartition(":")
     if not colon or not where or not name:
         raise ValueError(f"the model must be MODULE:FACTORY, such as torchvision.models:resnet18, got {place!r}")
-    module = _imported(where)
+    path = pathlib.Path(where)
+    sys.path.insert(0, str(path.resolve().parent if path.suffix == ".py" else pathlib.Path.cwd()))
+    try:
+        return _made(_imported(where), where, name)
+    finally:
+        sys.path.pop(0)
+
+
+def _made(module, where: str, name: str) -> nn.Module:
+    place = f"{where}:{name}"
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("_")], 3)
         hint = f"; near it: {', '.join(near)}" if near else ""
@@ -50,21 +59,18 @@ def load(place: str) -> nn.Module:
 
 def _imported(where: str):
     path = pathlib.Path(where)
-    folder = path.resolve().parent if path.suffix == ".py" else pathlib.Path.cwd()
     if path.suffix == ".py" and not path.is_file():
         raise ValueError(f"there is no file {where}")
-    sys.path.insert(0, str(folder))
     try:
         if path.suffix != ".py":
             return importlib.import_module(where)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
+        name = f"audited_{path.stem}"  # which hides no other module
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
         spec.loader.exec_module(module)
         return module
     except (Exception, SystemExit) as error:
         raise ValueError(f"{where} could not be imported: {in_one_line(error)}") from error
-    finally:
-        sys.path.remove(str(folder))
 
 
 def in_one_line(error: BaseException) -> str:

@@ -28,9 +28,11 @@ OWN_SCALE = ("layer_norm", "group_norm", "instance_norm", "rms_norm", "local_res
 WINDOWS = ("max_pool", "avg_pool", "adaptive_", "fractional_max_pool", "lp_pool")
 REDUCTIONS = ("mean", "sum", "amax", "amin", "max", "min", "median", "logsumexp", "interpolate")
 WEIGHTED = ("conv", "linear", "bilinear")
+FLAT = ("round", "sign", "floor", "ceil", "trunc", "detach", "detach_", "argmax", "argmin")
 UNSEEN = "the picture does not reach its weights, as far as can be seen"
 TOGETHER = "the layers before it count their outputs, of which only the sum is known"
 ONE_BY_ONE = "one of its branches may make up for what another one loses, but they count one by one"
+DROPPED = "it leaves out a part of its input, and the layers before it count all of their output as known"
 # What may stand beside counted layers below a skip: with it around, their input follows from the sum all the same
 BELOW_A_SKIP = (*OWN_SCALE, "add", "sub", "mul", "div")
 
@@ -261,9 +263,26 @@ def _why_not(call: Call, calls: list[Call], used: Counter, frozen: set[str]) -> 
         return "it multiplies by a matrix that is no weight"
     if len(call.takes) > 1 and call.function not in (*SUMS, *APART):
         return "it combines values from the picture otherwise than by a sum or side by side"
+    if call.function in FLAT:
+        return "no gradient passes through it"
+    if _drops(call, calls):
+        return DROPPED
     if call.constants if call.function in JOINS else call.function == "pad" and not _merges(call, calls):
         return "it adds constants around its input, which count among the unknowns of what follows"
     return ""
+
+
+def _drops(call: Call, calls: list[Call]) -> bool:
+    """Whether a function that has no row gives fewer numbers than it takes, and nothing else takes the rest."""
+    takes = math.prod(call.input_shape)
+    counted = call.function.startswith((*WINDOWS, "pad")) or call.function in REDUCTIONS
+    if (
+        counted or len(call.takes) > 1 or not 0 < call.size < takes
+    ):  # no size: a value that is no number, as a comparison
+        return False
+    beside = [other for other in calls if call.takes[0] in other.takes]
+    alike = [other.size for other in beside if other.function == call.function]
+    return len(alike) == len(beside) and sum(alike) < takes
 
 
 def _merges(pad: Call, calls: list[Call]) -> bool:

@@ -78,8 +78,12 @@ def generic_nullity(conv: Convolution, size: tuple[int, int]) -> int:
     """The dimensions of the input of such a convolution that its gradient and its output leave open.
 
     size: height and width of the input. For almost all weights and sensitivities; the special ones of a network, such
-    as those behind a global mean, may lose more.
+    as those behind a global mean or a class token, may lose more.
+
+    Raises ValueError where conv is a layer and not its geometry.
     """
+    if not isinstance(conv, Convolution):
+        raise ValueError(f"conv must be a rank.Convolution, got {type(conv).__name__}: use rank.Convolution.of(conv)")
     channels, filters = conv.channels // conv.groups, conv.filters // conv.groups
     met = conv.places(size)
     unknowns = channels * size[0] * size[1]
@@ -142,14 +146,12 @@ def _flow(place: np.ndarray, pixel: np.ndarray, most: np.ndarray, channels: int,
 
     Sent through one kernel entry after the other; where that does not fill either side, by an exact algorithm.
     """
-    touched = np.unique(pixel)
-    room = np.zeros(pixel.max() + 1, int)
-    room[touched] = channels
-    rest, limit = most.copy(), min(int(most.sum()), channels * len(touched))
-    entries, counts = np.unique(entry, return_counts=True)
-    for one in entries[np.argsort(-counts, kind="stable")]:
+    room = channels * (np.bincount(pixel) > 0)
+    rest, limit = most.copy(), min(int(most.sum()), int(room.sum()))
+    counts = np.bincount(entry)
+    for one in np.argsort(-counts, kind="stable")[: (counts > 0).sum()]:
         mine = entry == one
-        if len(np.unique(pixel[mine])) < mine.sum():  # padding by copies: an entry meets a pixel twice
+        if np.bincount(pixel[mine]).max() > 1:  # padding by copies: an entry meets a pixel twice
             continue
         sent = np.minimum(rest[place[mine]], room[pixel[mine]])
         rest[place[mine]] -= sent

@@ -6,12 +6,13 @@ of that: a direction of the picture in which no entry of the gradient changes is
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradinv.client import Update, expect_update, loss_between, working_copy
 
@@ -19,6 +20,9 @@ from gradinv.client import Update, expect_update, loss_between, working_copy
 FULL, PROBES = 4_096, 64
 # Singular values below this share of the largest are rounding
 TOLERANCE = 1e-11
+# A parameter's gradient below this share of the largest one is scaled as if it were that: it may be rounding alone, as
+# that of a bias before batch norm in train mode, or zero where the picture is black
+FLOOR = 1e-3
 CHUNK = 16  # directions in one pass
 
 
@@ -28,15 +32,16 @@ class Identifiability:
 
     unknowns: pixel values of all pictures together; rank: how many independent directions were seen to change the
     gradient; exact: whether all were tried, so that unknowns - rank are lost; else rank is a lower bound.
-    values: singular values, largest first, of the gradient's change with each parameter's gradient scaled to length
-    one; lost: an orthonormal basis of the lost directions as pictures, empty where rank is a bound.
+    values: singular values, largest first, of the gradient's change, with each parameter's gradient scaled to length
+    one (those below a thousandth of the largest less, since they may be rounding); lost: an orthonormal basis of the
+    lost directions as pictures, empty where rank is a bound.
     """
 
     unknowns: int
     rank: int
     exact: bool
-    values: Float[Tensor, " tried"]
-    lost: Float[Tensor, "lost n *shape"]
+    values: Float[Tensor, " tried"] = field(repr=False)
+    lost: Float[Tensor, "lost n *shape"] = field(repr=False)
 
     @property
     def nullity(self) -> int:
@@ -54,9 +59,11 @@ def identifiable(
             hidden) and the mode of batch norm. Its numbers are not used.
         at: the pictures at which to look, (n, c, h, w) or (n, features); random ones where None, which gives the rank
             that almost all pictures around them have.
-        probes: how many random directions to try; None for all where there are at most 4,096, else 64.
+        probes: how many random directions to try; None for all where there are at most 4,096, else 64. The time grows
+            with the square of their number where all are tried: seconds for a thousand, a minute for three.
 
-    Raises ValueError for pictures of another shape than the update's, and for probes below 1.
+    Raises ValueError for pictures that are not finite floating numbers or have another shape than the update's, for
+    probes below 1, and for a network whose gradient has no forward derivative in double precision.
     """
     expect_update(update)
     shape = (update.batch_size, *update.input_shape)
@@ -66,6 +73,8 @@ def identifiable(
     generator = torch.Generator().manual_seed(seed)
     if at is None:
         at = torch.rand(shape, generator=generator, dtype=torch.float64)
+    if not at.is_floating_point() or not at.isfinite().all():
+        raise ValueError(f"at must hold finite floating numbers, got {at.dtype}: pictures have values in [0, 1]")
     if tuple(at.shape) != shape:
         raise ValueError(f"at must have the update's shape {shape}, got {tuple(at.shape)}")
     device = next(update.model.parameters()).device
@@ -75,8 +84,15 @@ def identifiable(
         directions = torch.eye(unknowns, dtype=torch.float64)
     else:
         directions = torch.linalg.qr(torch.randn(unknowns, tried, generator=generator, dtype=torch.float64))[0].T
-    changes = _changes(update, at, directions.to(device), generator)
-    _, values, right = torch.linalg.svd(changes, full_matrices=True)
+    try:
+        changes = _changes(update, at, directions.to(device), generator)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(f"the gradient of this network cannot be differentiated here: {error}") from error
+    # the triangle of the rows has the same singular values, and is smaller
+    triangle = torch.linalg.qr(changes, mode="r")[1] if len(changes) > tried else changes
+    _, values, right = torch.linalg.svd(triangle, full_matrices=True)
     values = torch.cat([values, values.new_zeros(tried - len(values))])
     rank = int((values > TOLERANCE * values[0]).sum())
     exact = tried == unknowns
@@ -107,16 +123,18 @@ def _changes(update: Update, at: Tensor, directions: Tensor, generator: torch.Ge
         return grad(loss)(sent)
 
     sizes = {name: value.norm() for name, value in gradient(at).items()}
+    floor = FLOOR * max(sizes.values()).clamp(min=1e-300)
     count = sum(value.numel() for value in sent.values())
     rows = 4 * len(directions)
     mixer = None if count <= rows else _mixer(count, rows, generator, at.device)
 
     def change(direction: Tensor) -> Tensor:
         changed = jvp(gradient, (at,), (direction,))[1]
-        return torch.cat([(value / sizes[name].clamp(min=1e-300)).flatten() for name, value in changed.items()])
+        return torch.cat([(value / sizes[name].clamp(min=floor)).flatten() for name, value in changed.items()])
 
     columns = []
-    with warnings.catch_warnings():
+    # the fast kernels of attention have no forward derivative
+    with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
         warnings.simplefilter("ignore", FutureWarning)  # PyTorch's forward mode warns about its own inside
         for chunk in directions.view(-1, *at.shape).split(CHUNK):
             column = vmap(change)(chunk)
