@@ -1,29 +1,28 @@
-"""The command line: `python -m gradinv chapters | run | claims | fetch | train`."""
+"""The command line: `python -m gradinv chapters | run | claims | audit | fetch | train`."""
 
 import argparse
+import contextlib
+import os
 import pathlib
 import sys
 
 from gradinv import claims, data
+from gradinv.client import expect_one_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status: 0, 1 where a chapter failed, 2 for a wrong argument, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
-    from gradinv.chapters import ChapterError  # papermill is needed from here on only
-
     try:
-        options.command(options)
-    except ChapterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return options.command(options) or 0
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped; finished chapters are kept", file=sys.stderr)
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,6 +52,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     ledger.set_defaults(command=_claims)
 
+    audit = commands.add_parser("audit", help="the rank analysis of a network of your own, and the attacks that apply")
+    audit.add_argument("model", metavar="MODULE:FACTORY", help="what gives the network, as torchvision.models:resnet18")
+    audit.add_argument("--input", required=True, metavar="3x32x32", help="the size of one picture, or of one vector")
+    audit.add_argument("--format", default="table", help="table, json or html (default: table)")
+    audit.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write there instead of printing")
+    audit.set_defaults(command=_audit)
+
     fetch = commands.add_parser("fetch", help="download a data set once")
     fetch.add_argument("name", help=", ".join(data.FETCHABLE))
     fetch.set_defaults(command=lambda options: print(data.fetch(options.name)))
@@ -76,18 +82,23 @@ def _chapters(options) -> None:
         print(f"{chapter:24}{chapters.title(chapter)}\n{'':24}{took or 'not run yet'}")
 
 
-def _run(options) -> None:
+def _run(options) -> int:
     from gradinv import chapters
 
-    chapters.run(
-        options.chapters,
-        scale=options.scale,
-        device=options.device,
-        seed=options.seed,
-        out=options.out or chapters.RUNS,
-        budget=options.budget,
-        write=options.write,
-    )
+    try:
+        chapters.run(
+            options.chapters,
+            scale=options.scale,
+            device=options.device,
+            seed=options.seed,
+            out=options.out or chapters.RUNS,
+            budget=options.budget,
+            write=options.write,
+        )
+    except chapters.ChapterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _claims(options) -> None:
@@ -97,6 +108,20 @@ def _claims(options) -> None:
         for run in claims.results(folder)
     }
     print(claims.overview(list(runs.values())).to_string(index=False))
+
+
+def _audit(options) -> None:
+    from gradinv.audit import audit, formats, input_shape, load
+
+    expect_one_of("format", options.format, tuple(formats.FORMATS))
+    shape = input_shape(options.input)
+    with contextlib.redirect_stdout(sys.stderr):  # what the network prints stays out of the report
+        found = audit(load(options.model), shape, options.model)
+    text = formats.FORMATS[options.format](found)
+    if options.out:
+        options.out.write_text(text + "\n", encoding="utf-8")
+    else:
+        print(text)
 
 
 def _train(options) -> None:

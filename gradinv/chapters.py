@@ -32,7 +32,7 @@ PACKAGE = pathlib.Path(__file__).parent
 ROOT = PACKAGE.parent
 NOTEBOOKS = ROOT / "notebooks"
 RUNS = ROOT / "_build/runs"
-RUNNER = ("chapters.py", "__main__.py")
+RUNNER = {"chapters.py", "__main__.py", "audit"}
 KEPT_METADATA = ("tags", "mystnb")
 RECORDED_VERSIONS = ("torch", "torchvision", "numpy", "scipy", "matplotlib")
 
@@ -142,12 +142,13 @@ def normalise(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 def fingerprint(chapter: str) -> str:
     """A hash of the chapter's code cells and the package's code, without comments and docstrings.
 
-    The runner and the command line are left out, since they compute nothing. A run record that carries another
-    hash is older than the code.
+    The runner, the command line and the audit are left out, since no chapter computes anything with them. A run record
+    that carries another hash is older than the code.
     """
     notebook = nbformat.read(NOTEBOOKS / f"{chapter}.ipynb", 4)
     sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    sources += [path.read_text() for path in sorted(PACKAGE.rglob("*.py")) if path.name not in RUNNER]
+    counted = (path for path in sorted(PACKAGE.rglob("*.py")) if not RUNNER & {path.name, path.parent.name})
+    sources += [path.read_text() for path in counted]
     return hashlib.sha256("\n".join(map(_meaning, sources)).encode()).hexdigest()[:16]
 
 

@@ -85,7 +85,8 @@ def _first(inputs: tuple, named: dict) -> Tensor:
 
 def _identity(tensor: Tensor) -> tuple:
     """The same for a tensor and its reshapes; another one after any change in place, such as a skip's addition."""
-    return tensor.data_ptr(), tensor.numel(), tensor.is_contiguous(), tensor._version
+    storage = tensor.untyped_storage()._cdata  # tensors without data, those of the meta device, have one too
+    return storage, tensor.storage_offset(), tensor.numel(), tensor.is_contiguous(), tensor._version
 
 
 class Operator:
@@ -321,6 +322,16 @@ class NotCovered(ValueError):
 
 
 POOLS = (nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+NEITHER = " is neither linear nor elementwise with an inverse"
+
+
+def obstacle(layers: list[Layer]) -> str:
+    """The first layer, among those of `read`, of a kind that no `chain` can hold; empty where there is none.
+
+    It looks at no values, so it is quick for any network; the layers may still not form a chain.
+    """
+    kinds = (nn.Conv2d, nn.Linear, *POOLS, *ELEMENTWISE, NoSkip, nn.Sequential)
+    return next((_what(layer) + NEITHER for layer in layers if not isinstance(layer.module, kinds)), "")
 
 
 def chain(
@@ -441,8 +452,8 @@ def _common_name(layers: list[Layer]) -> str:
 
 def _expect_elementwise(module: nn.Module, what: str, mode: str) -> None:
     """Raise NotCovered unless the module can be undone entry by entry."""
-    if not isinstance(module, (*ACTIVATIONS, nn.BatchNorm1d, nn.BatchNorm2d, Normalize, nn.Flatten, nn.Unflatten)):
-        raise NotCovered(f"{what} is neither linear nor elementwise with an inverse")
+    if not isinstance(module, ELEMENTWISE):
+        raise NotCovered(f"{what}{NEITHER}")
     if isinstance(module, nn.LeakyReLU) and not module.negative_slope > 0:
         raise NotCovered(f"{what} has the slope {module.negative_slope}, so it has no inverse")
     if mode == "train" and isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.Dropout):
@@ -584,3 +595,4 @@ def _affine(module: nn.Module, output: Tensor) -> tuple[Tensor, Tensor]:
 
 
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.Sigmoid, nn.Tanh, nn.ELU, nn.Softplus, nn.Identity, nn.Dropout)
+ELEMENTWISE = (*ACTIVATIONS, nn.BatchNorm1d, nn.BatchNorm2d, Normalize, nn.Flatten, nn.Unflatten)

@@ -37,6 +37,9 @@ def _skip_cut(width: int, cut: tuple[str, ...], snapshots: tuple[int, ...] = ())
     return Recipe(lambda: victims.resnet(18, width, cut=cut), epochs=30, lr=0.1, augment=True, snapshots=snapshots)
 
 
+# Of a ResNet-18
+BLOCKS = tuple(f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1))
+
 # The networks of width 64 are too large to ship; the full scale of a chapter makes them where it runs.
 RECIPES = {
     "fc": Recipe(lambda: victims.fc((3072, 64, 64, 10)), epochs=20, lr=0.05, augment=False, snapshots=(1, 5)),
@@ -44,11 +47,8 @@ RECIPES = {
     "resnet20-w16": Recipe(lambda: victims.resnet(20, 16), epochs=30, lr=0.1, augment=True),
     "resnet20-w64": Recipe(lambda: victims.resnet(20, 64), epochs=30, lr=0.1, augment=True),
     "resnet18-w16": _skip_cut(16, (), snapshots=(1, 5)),
-    "resnet18-w16-cut-layer2.0": _skip_cut(16, ("layer2.0",)),
-    "resnet18-w16-cut-layer2.1": _skip_cut(16, ("layer2.1",)),
-    "resnet18-w64": _skip_cut(64, ()),
-    "resnet18-w64-cut-layer2.0": _skip_cut(64, ("layer2.0",)),
-    "resnet18-w64-cut-layer2.1": _skip_cut(64, ("layer2.1",)),
+    **{f"resnet18-w{width}": _skip_cut(width, ()) for width in (8, 64)},
+    **{f"resnet18-w{width}-cut-{block}": _skip_cut(width, (block,)) for width in (8, 16, 64) for block in BLOCKS},
 }
 
 

@@ -12,3 +12,16 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         return self.head(self.cell(x.squeeze(1))[0][:, -1])
+
+
+class Net(nn.Module):
+    """Layers by name, and a function of the network and the picture that says how they run."""
+
+    def __init__(self, run, **layers):
+        super().__init__()
+        self.run = run
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.run(self, x)

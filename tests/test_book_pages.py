@@ -100,14 +100,16 @@ def test_blocks_of_the_own_model_page_run(capsys, monkeypatch, tmp_path):
         exec(compile(block, "own_model.md", "exec"), namespace)
         printed.append(capsys.readouterr().out)
     plt.close("all")
-    example, pictures, several, gradient, stored, ranks = printed
+    example, pictures, several, gradient, stored, ranks, whole = printed
     assert "walk_back recovered" in example and "match_gradients" in example
     assert "right of" in pictures and (tmp_path / "pictures.png").exists()
     assert several.startswith("tensor([") and several.count(",") == 3
     assert "recovered" in gradient
     assert stored == "['cat', 'dog']\n"
-    ra, lost = (int(line.split()[1]) for line in ranks.splitlines())
-    assert ra < 0 < lost
+    ra, counted, lost = (int(line.split()[-1]) for line in ranks.splitlines())
+    assert ra < 0 < counted == lost
+    lost, unknowns = (int(word) for word in whole.split() if word.isdigit())
+    assert 0 < lost < unknowns == 3 * 12 * 12
 
 
 def test_example_of_the_own_model_page_takes_a_batch(capsys):

@@ -743,11 +743,11 @@ def test_the_history_has_a_row_a_layer(make, direct, monkeypatch):
 
 
 def test_a_rank_that_is_too_large_to_find_is_none(monkeypatch):
-    from gradinv import rank
+    from gradinv.rank import numerical
 
     net, pixels = NETWORKS["sigmoid"](), picture()
     update = update_of(net, pixels, label_of(net, pixels, right=False))
-    monkeypatch.setattr(rank, "LARGEST", 10)
+    monkeypatch.setattr(numerical, "LARGEST", 10)
     monkeypatch.setattr(recursive, "DIRECT", 0)
     found = attacks.r_gap(update)
     assert_recovered(found, pixels, 1e-6)

@@ -7,6 +7,7 @@ read off x, and (W^T dz) * slope is dz of the layer before. Repeated, this ends 
 
 import time
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -41,10 +42,7 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
     expect_update(update)
     started = time.perf_counter()
     layers = read(update.model, update.input_shape)
-    block, before = _dense_block(layers, update.mode)
-    front = _front(layers, update) if before else None
-    if front is not None:
-        block, before = [(front, None)], ""
+    block, before, front = dense_block(layers, update.gradient, update.mode)
     history: list[dict] = []
 
     def answer(status, why, pixels=None, **more):
@@ -67,7 +65,7 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
 
     walk = _walk(update, block[: len(sent) - sent[::-1].index(True)], row, history)
     labels = update.labels
-    outputs_read = front is None and sent[-1] and block[-1][1] is None
+    outputs_read = not front and sent[-1] and block[-1][1] is None
     if outputs_read and update.loss == "cross_entropy" and update.batch_size == 1:
         labels = restore_labels(update, bias=f"{block[-1][0].name}.bias")
     if walk.stopped:
@@ -110,7 +108,7 @@ def _walk(update: Update, block: list[tuple[Layer, nn.Module | None]], row: str,
             return walk
         if bias is not None:
             walk.sensitivity = bias
-        elif activation is not None and not isinstance(activation, ACTIVATIONS):
+        elif not is_readable(activation):
             walk.stopped = (
                 f"{layer.name} has no bias, and the slope of {type(activation).__name__} after it cannot be read off"
             )
@@ -150,6 +148,27 @@ def _layer_input(weight: Tensor, sensitivity: Tensor, row: str) -> Tensor:
     return (weight[live] / sensitivity[live, None]).mean(0)
 
 
+def is_readable(activation: nn.Module | None) -> bool:
+    """Whether the slope of what follows a layer can be read off its output, so that the walk needs no bias there."""
+    return activation is None or isinstance(activation, ACTIVATIONS)
+
+
+def dense_block(
+    layers: list[Layer], sent: Container[str], mode: str
+) -> tuple[list[tuple[Layer, nn.Module | None]], str, bool]:
+    """What the walk can go through, if the gradients of the parameters named in `sent` were sent.
+
+    layers: as `gradinv.layers.read` gives them.
+
+    Returns:
+        the fully connected layers, each with the activation after it; what stands between them and the picture, empty
+        when nothing does; and whether they are not the last ones, but one that sees the picture itself.
+    """
+    block, before = _dense_block(layers, mode)
+    front = _front(layers, sent, mode) if before else None
+    return (block, before, False) if front is None else ([(front, None)], "", True)
+
+
 def _dense_block(layers: list[Layer], mode: str) -> tuple[list[tuple[Layer, nn.Module | None]], str]:
     """The fully connected layers that end the network, each with the activation after it.
 
@@ -186,18 +205,18 @@ def _dense_block(layers: list[Layer], mode: str) -> tuple[list[tuple[Layer, nn.M
     return block, ""
 
 
-def _front(layers: list[Layer], update: Update) -> Layer | None:
+def _front(layers: list[Layer], sent: Container[str], mode: str) -> Layer | None:
     """The layer that sees the picture itself, where it is fully connected and its bias was sent.
 
     Its gradient is dz x^T and dz whatever follows it, so it can be read by itself.
     """
     for layer in layers:
-        if not layer.follows or (isinstance(layer.module, nn.Dropout) and update.mode == "train"):
+        if not layer.follows or (isinstance(layer.module, nn.Dropout) and mode == "train"):
             return None
         if isinstance(layer.module, nn.Linear):
             alone = sum(getattr(other.module, "weight", None) is layer.module.weight for other in layers) == 1
-            sent = all(f"{layer.name}.{part}" in update.gradient for part in ("weight", "bias"))
-            return layer if alone and sent and len(layer.input_shape) == 1 else None
+            both = all(f"{layer.name}.{part}" in sent for part in ("weight", "bias"))
+            return layer if alone and both and len(layer.input_shape) == 1 else None
         if not isinstance(layer.module, nn.Flatten | nn.Dropout | nn.Identity) and not (
             isinstance(layer.module, Normalize) and layer is layers[0]
         ):
