@@ -1,7 +1,5 @@
 """The counts of whole networks: hand-built ones with known answers, and those of torchvision."""
 
-import time
-
 import pytest
 import torch
 import torchvision
@@ -448,7 +446,6 @@ def test_every_weight_of_a_network_has_a_row_or_a_line(name):
     assert set(exposed(report)) <= set(rows(report)) and len(report.table()) == len(report.layers)
 
 
-def test_a_deep_network_is_quick():
-    model, start = build("resnet152"), time.perf_counter()
-    assert len(rank.analyse(model, (3, 224, 224)).blocks) == 50
-    assert time.perf_counter() - start < 10
+def test_a_deep_network():
+    report = rank.analyse(build("resnet152"), (3, 224, 224))
+    assert len(report.blocks) == 50 and not report.not_counted
