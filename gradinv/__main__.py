@@ -17,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
         return options.command(options) or 0
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from networks import KNOWN_RANKS, dense_equations
 from torch import nn
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
@@ -205,11 +206,7 @@ def dense_nullity(conv, shape, seed=0):
     return size - int(torch.linalg.matrix_rank(equations, rtol=1e-10))
 
 
-# channels, filters, kernel, stride, padding, height, width, rank
-KNOWN = [(3, 4, 2, 2, 1, 8, 7, 110), (3, 6, 2, 2, 1, 7, 7, 129), (1, 3, 2, 3, 1, 8, 7, 24)]
-
-
-@pytest.mark.parametrize("case", KNOWN, ids=str)
+@pytest.mark.parametrize("case", KNOWN_RANKS, ids=str)
 def test_known_ranks(case):
     channels, filters, kernel, stride, padding, height, width, expected = case
     conv = nn.Conv2d(channels, filters, kernel, stride, padding)
@@ -286,18 +283,6 @@ def test_nullity_names_a_shape_that_does_not_fit():
 # --- with the sensitivities of a real gradient, groups, pooling and outputs that are not known ---
 
 
-def dense(operator, sensitivity, known):
-    """All equations of a layer as one matrix: a row for each known output and each weight."""
-    size = torch.Size(operator.input_shape).numel()
-    unit = torch.eye(size, dtype=torch.float64).view(size, *operator.input_shape)
-    matrix = [operator.apply(unit).flatten(1).T[known.flatten()]]
-    if sensitivity is not None:
-        matrix.append(torch.stack([operator.weight_gradient(one[None], sensitivity).flatten() for one in unit], 1))
-    # the gradient's equations are as long as the output's, so that one cut-off does for both
-    sizes = [rows.norm().clamp(min=1e-300) for rows in matrix]
-    return torch.cat([rows / size for rows, size in zip(matrix, sizes, strict=True)])
-
-
 # modules that make up one layer, and the shape of its input
 CASES = {
     "one convolution": ([nn.Conv2d(2, 3, 2, 2)], (2, 6, 7)),
@@ -347,7 +332,7 @@ def test_lost_dimensions_are_those_of_the_dense_matrix(name, kind, share):
         pytest.skip("a pooling has no weights")
     sensitivity = None if kind == "missing" else real_sensitivity(operator, kind)
     known = torch.rand(1, *operator.output_shape) < share
-    matrix = dense(operator, sensitivity, known)
+    matrix = dense_equations(operator, sensitivity, known)
     unknowns = matrix.shape[1]
     expected = unknowns - int(torch.linalg.matrix_rank(matrix, rtol=1e-9))
     assert rank.lost(operator, sensitivity, known) == expected
