@@ -140,31 +140,69 @@ def normalise(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def fingerprint(chapter: str) -> str:
-    """A hash of the chapter's code cells and the package's code, without comments and docstrings.
+    """A hash of the chapter's code cells and of what they reach in the package, without comments and docstrings.
 
-    The runner, the command line and the audit are left out, since no chapter computes anything with them. A run record
-    that carries another hash is older than the code.
+    A definition is reached where its name stands in a cell, or in a definition that is reached; a name with a leading
+    underscore counts in its own file only. So an attack that no cell leads to can change, or be new, and the chapter's
+    results stay those of the code. The runner, the command line and the audit are left out, since no chapter computes
+    anything with them. A run record that carries another hash is older than the code.
     """
     notebook = nbformat.read(NOTEBOOKS / f"{chapter}.ipynb", 4)
-    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    cells = [node for cell in notebook.cells if cell.cell_type == "code" for node in ast.parse(cell.source).body]
     counted = (path for path in sorted(PACKAGE.rglob("*.py")) if not RUNNER & {path.name, path.parent.name})
-    sources += [path.read_text() for path in counted]
-    return hashlib.sha256("\n".join(map(_meaning, sources)).encode()).hexdigest()[:16]
+    waiting = [(path, node, _defines(node)) for path in counted for node in ast.parse(path.read_text()).body]
+    names, inside = {name for node in cells for name in _mentions(node)}, set()
+    reached: list[tuple[pathlib.Path, ast.stmt]] = []
+    while new := [
+        (path, node)
+        for path, node, defined in waiting
+        if defined is None or any(name in names or (path, name) in inside for name in defined)
+    ]:
+        waiting = [each for each in waiting if each[:2] not in new]
+        reached += new
+        for path, node in new:
+            names |= {name for name in _mentions(node) if not name.startswith("_")}
+            inside |= {(path, name) for name in _mentions(node)}
+    reached.sort(key=lambda pair: (pair[0], pair[1].lineno))
+    return hashlib.sha256("\n".join(map(_meaning, [*cells, *(node for _, node in reached)])).encode()).hexdigest()[:16]
 
 
-def _meaning(source: str) -> str:
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+def _defines(node: ast.stmt) -> set[str] | None:
+    """The names that a module's statement gives a meaning to; None for one that acts by being run."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname for alias in node.names if alias.asname}
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return set()
+    return {
+        each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    } or None
+
+
+def _mentions(node: ast.stmt) -> set[str]:
+    words: set[str] = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name):
+            words.add(each.id)
+        elif isinstance(each, ast.Attribute):
+            words.add(each.attr)
+        elif isinstance(each, ast.alias):
+            words.add(each.name)
+    return words
+
+
+def _meaning(statement: ast.stmt) -> str:
+    for node in ast.walk(statement):
         body = getattr(node, "body", None)
         if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and body
+            isinstance(node, ast.ClassDef | ast.FunctionDef)
             and isinstance(body[0], ast.Expr)
             and isinstance(body[0].value, ast.Constant)
             and isinstance(body[0].value.value, str)
         ):
             body.pop(0)
-    return ast.dump(tree)
+    return ast.dump(statement)
 
 
 def _execute(chapter: str, scale: str, device: str, seed: int, seconds: float | None):

@@ -155,16 +155,47 @@ def test_a_chapter_of_many_short_cells_is_stopped_too(book, tmp_path, capsys):
     assert "stopped at the end of the budget" in capsys.readouterr().out
 
 
-def test_fingerprint_sees_code_and_not_comments(book, monkeypatch, tmp_path):
-    package = tmp_path / "package"
-    package.mkdir()
-    monkeypatch.setattr(chapters, "PACKAGE", package)
-    (package / "module.py").write_text('"""Words."""\nWEIGHT = 1  # a reason\n')
-    first = chapters.fingerprint("one")
-    (package / "module.py").write_text('"""Other words."""\nWEIGHT = 1\n')
-    assert chapters.fingerprint("one") == first
-    (package / "module.py").write_text('"""Words."""\nWEIGHT = 2\n')
-    assert chapters.fingerprint("one") != first
+@pytest.fixture
+def fingerprint_of(book, monkeypatch, tmp_path):
+    """The fingerprint of a chapter of one cell beside a package of the given files."""
+    monkeypatch.setattr(chapters, "PACKAGE", tmp_path / "package")
+    (tmp_path / "package").mkdir()
+
+    def fingerprint(cell, **files):
+        write_notebook(book / "notebooks/one.ipynb", PARAMETERS, cell)
+        for name, text in files.items():
+            (tmp_path / f"package/{name}.py").write_text(text)
+        return chapters.fingerprint("one")
+
+    return fingerprint
+
+
+def test_fingerprint_sees_code_and_not_comments(fingerprint_of):
+    first = fingerprint_of("WEIGHT", module='"""Words."""\nWEIGHT = 1  # a reason\n')
+    assert fingerprint_of("WEIGHT", module='"""Other words."""\nWEIGHT = 1\n') == first
+    assert fingerprint_of("WEIGHT", module='"""Words."""\nWEIGHT = 2\n') != first
+
+
+REACHED = {
+    "called": ("f()", "def f(): return {}\n"),
+    "called by what is called": ("f()", "def f(): return g()\ndef g(): return {}\n"),
+    "private": ("f()", "def f(): return _g()\ndef _g(): return {}\n"),
+    "a method": ("x.f()", "def f(): return C()\nclass C:\n    def g(self): return {}\n"),
+    "a renamed one": ("h()", "from package.module import f as h\ndef f(): return {}\n"),
+    "one of a pair": ("A", "A, B = 0, {}\n"),
+    "run on import": ("0", "import torch\ntorch.set_num_threads({})\n"),
+}
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_fingerprint_sees_what_a_cell_reaches(fingerprint_of, name):
+    cell, code = REACHED[name]
+    assert fingerprint_of(cell, module=code.format(1)) != fingerprint_of(cell, module=code.format(2))
+
+
+def test_fingerprint_leaves_out_what_no_cell_reaches(fingerprint_of):
+    first = fingerprint_of("f()", module="def f(): return _h()\ndef _h(): return 0\n", other="")
+    assert fingerprint_of("f()", other="def g(): return 1\ndef _h(): return 2\n") == first
 
 
 def test_claims_and_chapters_print(book, tmp_path, capsys):
