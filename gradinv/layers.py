@@ -115,7 +115,7 @@ class Operator:
             if module.padding_mode == "zeros" and not isinstance(module.padding, str):
                 self._geometry["padding"] = module.padding
             else:
-                self._pads = _pads(module)
+                self._pads = pads_of(module.padding, module.kernel_size, module.dilation)
                 self._mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         self.bias = torch.zeros(1, *self.output_shape, dtype=torch.float64)
         if getattr(module, "bias", None) is not None:
@@ -496,15 +496,15 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.numel() == other.numel() and torch.allclose(one, other.reshape(one.shape), 1e-6, 1e-9)
 
 
-def _pads(conv: nn.Conv2d) -> tuple[int, ...]:
-    """The padding of a convolution as `functional.pad` takes it: left, right, top, bottom."""
+def pads_of(padding, kernel, dilation) -> tuple[int, int, int, int]:
+    """A convolution's padding, which may be a word, as `functional.pad` takes it: left, right, top, bottom."""
     pads: list[int] = []
-    for i in (1, 0):
-        if conv.padding == "same":
-            both = conv.dilation[i] * (conv.kernel_size[i] - 1)
+    for axis in (1, 0):
+        if padding == "same":
+            both = dilation[axis] * (kernel[axis] - 1)
             pads += [both // 2, both - both // 2]
         else:
-            pads += [0 if conv.padding == "valid" else conv.padding[i]] * 2
+            pads += [0 if padding == "valid" else padding[axis]] * 2
     return tuple(pads)
 
 

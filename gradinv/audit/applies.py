@@ -1,5 +1,6 @@
 """Which attacks apply to a network, without running one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,7 +23,7 @@ class Attack:
     why: str
 
 
-def attacks_of(model: nn.Module, input_shape: tuple[int, ...], calls: list[Call]) -> tuple[Attack, ...]:
+def attacks_of(model: nn.Module, input_shape: tuple[int, ...], calls: Sequence[Call]) -> tuple[Attack, ...]:
     """Which attacks apply to a network; calls as `gradinv.trace.trace` gives them."""
     try:
         layers = read(model, input_shape)
@@ -79,7 +80,7 @@ def _r_gap(model: nn.Module, input_shape: tuple[int, ...], layers: list[Layer]) 
     return "yes", f"the network is a chain of {len(stages)} layers and residual blocks{bias}"
 
 
-def _restore_labels(layers: list[Layer], calls: list[Call], sent: set[str]) -> tuple[str, str]:
+def _restore_labels(layers: list[Layer], calls: Sequence[Call], sent: set[str]) -> tuple[str, str]:
     last, call = layers[-1], calls[-1]
     name = f"{last.name}." if last.name else ""
     if not isinstance(last.module, nn.Linear) or call.weight != f"{name}weight" or len(last.input_shape) != 1:
@@ -91,7 +92,7 @@ def _restore_labels(layers: list[Layer], calls: list[Call], sent: set[str]) -> t
     return "yes", f"{name}bias tells the label of a single picture, with cross-entropy"
 
 
-def _match_gradients(calls: list[Call]) -> str:
+def _match_gradients(calls: Sequence[Call]) -> str:
     why = "it works on every network that can be differentiated twice, and guarantees nothing"
     kinks = sorted({call.function.strip("_") for call in calls if call.function.startswith(KINKED)})
     if kinks:

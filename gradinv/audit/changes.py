@@ -1,6 +1,7 @@
 """Single changes of a network that would leave more of a layer's input open, by geometry alone."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradinv.rank import LayerCount, RankReport, generic_nullity
@@ -25,11 +26,11 @@ class Change:
     weights_after: int | None
 
 
-def changes_of(report: RankReport, decisive: LayerCount | None, calls: list[Call]) -> tuple[Change, ...]:
+def changes_of(report: RankReport, decisive: LayerCount | None) -> tuple[Change, ...]:
     """The changes that raise the nullity of the decisive layer, the one that raises it most first."""
     before, weights = decisive.nullity if decisive else 0, sum(layer.weights for layer in report.layers)
     alone = [layer for layer in report.exposed if layer.geometry and not layer.beside]
-    found = [*_cut(report), *_halved(alone, report, calls), *_strided(alone, calls)]
+    found = [*_cut(report), *_halved(alone, report), *_strided(alone, report.calls)]
     changes = [
         Change(layer, what, before, after, weights, None if more is None else weights + more)
         for layer, what, after, more in found
@@ -57,12 +58,12 @@ def _cut(report: RankReport):
             yield block.name, f"cut its skip{note}", max(lost), None if joined else -block.shortcut
 
 
-def _halved(layers: list[LayerCount], report: RankReport, calls: list[Call]):
+def _halved(layers: list[LayerCount], report: RankReport):
     """Halve the filters of one convolution: it gives fewer equations."""
     weights = {layer.name: layer.weights for layer in report.layers}
     for layer in layers:
         conv, filters = layer.geometry, layer.geometry.filters // 2
-        takers = _takers(layer.name, calls)
+        takers = _takers(layer.name, report.calls)
         if not filters or filters % conv.groups or takers == []:
             continue
         after = generic_nullity(replace(conv, filters=filters), layer.size)
@@ -74,7 +75,7 @@ def _halved(layers: list[LayerCount], report: RankReport, calls: list[Call]):
             yield layer.name, f"{filters} filters instead of {conv.filters}", after, more
 
 
-def _strided(layers: list[LayerCount], calls: list[Call]):
+def _strided(layers: list[LayerCount], calls: Sequence[Call]):
     """Double the stride of one convolution with a kernel of three pixels or more: its output is smaller."""
     free = any(call.function.startswith(("adaptive_", "mean")) for call in calls)  # of the size of the picture
     free = free or not any(call.function == "linear" for call in calls)
@@ -88,7 +89,7 @@ def _strided(layers: list[LayerCount], calls: list[Call]):
             yield layer.name, what, after, 0 if free else None
 
 
-def _takers(name: str, calls: list[Call]) -> list[str] | None:
+def _takers(name: str, calls: Sequence[Call]) -> list[str] | None:
     """The layers that take the output of this one, and None where that output is joined with another one."""
     carrying = {i for i, call in enumerate(calls) if call.weight == f"{name}.weight"}
     takers = []

@@ -10,7 +10,6 @@ from torch import nn
 from gradinv.audit.applies import Attack, attacks_of
 from gradinv.audit.changes import Change, changes_of
 from gradinv.rank import LayerCount, RankReport, analyse
-from gradinv.trace import trace
 from gradinv.victims import Normalize
 
 
@@ -42,10 +41,9 @@ def audit(model: nn.Module, input_shape: tuple[int, ...], name: str = "") -> Aud
     Raises ValueError where the model does not accept that shape, or nothing in it can be counted.
     """
     report = analyse(model, input_shape)
-    calls = trace(model, tuple(input_shape))
-    attacks = attacks_of(model, tuple(input_shape), calls)
+    attacks = attacks_of(model, tuple(input_shape), report.calls)
     found = Audit(name or type(model).__name__, tuple(input_shape), report, attacks, (), _notes(model))
-    return replace(found, changes=changes_of(report, found.decisive, calls))
+    return replace(found, changes=changes_of(report, found.decisive))
 
 
 def _decided(decisive: LayerCount | None) -> list[str]:

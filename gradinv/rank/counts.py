@@ -8,13 +8,14 @@ recovered in full. The converse fails, since equations can repeat each other; `n
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pandas as pd
 from matplotlib.figure import Figure
 from torch import nn
 
-from gradinv.rank.generic import Convolution, generic_nullity, pads_of
+from gradinv.layers import pads_of
+from gradinv.rank.generic import Convolution, generic_nullity
 from gradinv.trace import LOOKS, Call, trace
 
 SUMS = ("add", "add_", "sub", "sub_", "subtract", "__radd__", "__rsub__")
@@ -114,11 +115,12 @@ class NotCounted:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The counts of a whole network, in running order, and what they leave out."""
+    """The counts of a whole network, in running order, what they leave out, and the trace that they were made from."""
 
     layers: Sequence[LayerCount]
     blocks: Sequence[BlockCount]
     not_counted: Sequence[NotCounted]
+    calls: Sequence[Call] = field(repr=False)
 
     @property
     def exposed(self) -> list[LayerCount]:
@@ -199,18 +201,7 @@ def analyse(model: nn.Module, input_shape: tuple[int, ...]) -> RankReport:
     frozen = frozen if len(frozen) < len(own) else set()
     why = {number: _why_not(call, calls, used, frozen) for number, call in enumerate(calls)}
     before = _ancestors(calls)
-    row_of: dict[int, LayerCount] = {}
-    for number, call in enumerate(calls):
-        row = None if why[number] else _row(call, calls, [row_of[n] for n in row_of if n in before[number]])
-        if row:
-            row_of[number] = row
-    taken: dict[int, list[str]] = {}
-    for number, row in row_of.items():
-        if row.weights:
-            taken.setdefault(_source(calls[number], calls), []).append(row.name)
-    for number, row in row_of.items():
-        others = taken.get(_source(calls[number], calls), ()) if row.weights else ()
-        row_of[number] = replace(row, beside=tuple(name for name in others if name != row.name))
+    row_of = _rows(calls, before, why)
     missing = {number for number in why if why[number] and not calls[number].function.startswith(BELOW_A_SKIP)}
     blocks, others = _blocks(calls, row_of, before, missing)
     for number in others:
@@ -219,15 +210,31 @@ def analyse(model: nn.Module, input_shape: tuple[int, ...]) -> RankReport:
     for name, parameter in own.items():
         if parameter.ndim > 1 and not used[name]:
             owner = name.rpartition(".")[0]
-            kind = type(model.get_submodule(owner)).__name__
-            lines.append(NotCounted(owner, kind, UNSEEN, (name,)))
+            lines.append(NotCounted(owner, type(model.get_submodule(owner)).__name__, UNSEEN, (name,)))
     lines = list(dict.fromkeys(lines))
     if not any(row.weights for row in row_of.values()):
         raise ValueError(
             f"model must have a convolution or a linear layer to count, got {type(model).__name__}"
             + "".join(f"; not counted: {line}" for line in lines)
         )
-    return RankReport(list(row_of.values()), blocks, lines)
+    return RankReport(list(row_of.values()), blocks, lines, calls)
+
+
+def _rows(calls: list[Call], before: list[frozenset[int]], why: dict[int, str]) -> dict[int, LayerCount]:
+    """The row of each call that is counted, by its number, and the rows beside it."""
+    rows: dict[int, LayerCount] = {}
+    for number, call in enumerate(calls):
+        row = None if why[number] else _row(call, calls, [rows[n] for n in rows if n in before[number]])
+        if row:
+            rows[number] = row
+    taken: dict[int, list[str]] = {}
+    for number, row in rows.items():
+        if row.weights:
+            taken.setdefault(_source(calls[number], calls), []).append(row.name)
+    for number, row in rows.items():
+        others = taken[_source(calls[number], calls)] if row.weights else ()
+        rows[number] = replace(row, beside=tuple(name for name in others if name != row.name))
+    return rows
 
 
 def _ancestors(calls: list[Call]) -> list[frozenset[int]]:
@@ -276,9 +283,8 @@ def _drops(call: Call, calls: list[Call]) -> bool:
     """Whether a function that has no row gives fewer numbers than it takes, and nothing else takes the rest."""
     takes = math.prod(call.input_shape)
     counted = call.function.startswith((*WINDOWS, "pad")) or call.function in REDUCTIONS
-    if (
-        counted or len(call.takes) > 1 or not 0 < call.size < takes
-    ):  # no size: a value that is no number, as a comparison
+    fewer = 0 < call.size < takes  # a comparison gives no numbers at all
+    if counted or len(call.takes) > 1 or not fewer:
         return False
     beside = [other for other in calls if call.takes[0] in other.takes]
     alike = [other.size for other in beside if other.function == call.function]

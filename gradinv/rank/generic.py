@@ -29,6 +29,9 @@ from scipy.sparse.csgraph import connected_components, maximum_flow
 from torch import nn
 from torch.nn import functional
 
+from gradinv.layers import pads_of
+from gradinv.rank.numerical import null_space
+
 # Up to this many unknowns in a group of channels, a layer is drawn at random and its rank measured
 SMALL = 500
 
@@ -59,18 +62,6 @@ class Convolution:
         padded = functional.pad(pixels, self.pads, self.mode)
         met = functional.unfold(padded, self.kernel, dilation=self.dilation, stride=self.stride)
         return met[0].T.round().long().numpy() - 1
-
-
-def pads_of(padding, kernel, dilation) -> tuple[int, int, int, int]:
-    """A convolution's padding, which may be a word, as left, right, top, bottom."""
-    pads: list[int] = []
-    for axis in (1, 0):
-        if padding == "same":
-            both = dilation[axis] * (kernel[axis] - 1)
-            pads += [both // 2, both - both // 2]
-        else:
-            pads += [0 if padding == "valid" else padding[axis]] * 2
-    return tuple(pads)
 
 
 @cache
@@ -108,7 +99,7 @@ def rank_bound(channels: int, filters: int, met: np.ndarray) -> int:
     for name in np.unique(kind):
         mine = kind == name
         pixels = len(np.unique(pixel[mine]))
-        rank = _by_entries(entry[mine], pixel[mine], min(filters, places))
+        rank = _by_entries(entry[mine], pixel[mine], filters)
         gradient, left[name], entries[name] = gradient + rank, pixels - rank, len(np.unique(entry[mine]))
     open_ = [name for name, count in left.items() if count]
     bounds = [channels * sum(left.values())]
@@ -181,13 +172,8 @@ def _drawn(channels: int, filters: int, met: np.ndarray, pixels: int) -> int:
     weights = torch.randn(filters, channels, entries, generator=generator, dtype=torch.float64)
     sensitivity = torch.randn(filters, places, generator=generator, dtype=torch.float64)
     gradient = torch.einsum("fp,pex->fex", sensitivity, meets).flatten(0, 1)
-    free = _null_space(gradient)
+    free = null_space(gradient)
     output = torch.einsum("fce,pex,ux->fpcu", weights, meets, free).flatten(0, 1).flatten(1)
     values = torch.linalg.svdvals(output)
     found = int((values > 1e-9 * max(1.0, values[0].item())).sum()) if len(values) else 0
     return channels * (pixels - len(free)) + found
-
-
-def _null_space(rows: torch.Tensor) -> torch.Tensor:
-    _, values, right = torch.linalg.svd(rows, full_matrices=True)
-    return right[int((values > 1e-10 * values[0]).sum()) :]

@@ -96,7 +96,7 @@ def identifiable(
     values = torch.cat([values, values.new_zeros(tried - len(values))])
     rank = int((values > TOLERANCE * values[0]).sum())
     exact = tried == unknowns
-    lost = right[rank:] if exact else right[:0, :0].reshape(0, unknowns)
+    lost = right[rank:] if exact else right.new_zeros(0, unknowns)
     return Identifiability(unknowns, rank, exact, values, lost.reshape(-1, *shape))
 
 

@@ -142,7 +142,7 @@ def _parts(operator: layers_.Operator, sensitivity: Tensor | None, known: Tensor
         if rows is None:
             free = torch.eye(math.prod(size), dtype=torch.float64)
         else:
-            free = _null_space(rows[filters].flatten(0, 1))
+            free = null_space(rows[filters].flatten(0, 1))
         seen = (operator, weight[filters], known[:, filters])
         scale, outputs = weight[filters].square().sum().item(), int(known[:, filters].sum())
         image, back = partial(_image, *seen), partial(_back, *seen)
@@ -151,7 +151,8 @@ def _parts(operator: layers_.Operator, sensitivity: Tensor | None, known: Tensor
     return parts
 
 
-def _null_space(rows: Tensor) -> Tensor:
+def null_space(rows: Tensor) -> Tensor:
+    """An orthonormal basis, one vector a row, of what the rows (rows, unknowns) leave open."""
     _, values, right = torch.linalg.svd(rows, full_matrices=True)
     return right[int((values > values[0] * 1e-10).sum()) :]
 
