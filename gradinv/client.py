@@ -31,6 +31,7 @@ class Update:
     mode: batch norm in "eval" uses the model's running statistics, in "train" those of the batch.
     scale: the gradient is this many times that of the mean loss: `batch_size` for a sum over the batch, 0.5 for
         half the loss. Only what compares sizes needs it, such as the Euclidean distance.
+    pruned: an entry that is exactly zero was left out by the client (`defences.prune`) and says nothing.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class Update:
     loss: str = "cross_entropy"
     mode: str = "eval"
     scale: float = 1.0
+    pruned: bool = False
 
     def __post_init__(self):
         if not isinstance(self.model, nn.Module):

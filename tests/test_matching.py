@@ -1,6 +1,7 @@
 """Gradient matching: cost and slope against autograd and finite differences, and the edges."""
 
 import copy
+import dataclasses
 import gc
 import inspect
 import math
@@ -89,6 +90,19 @@ def test_cost_and_slope_are_autograds(kind, objective, tv, mode):
     torch.testing.assert_close(cost, expected.detach(), rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(found, slope, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(data, reference(update, pixels, objective).detach(), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("objective", ["cosine", "euclidean"])
+def test_what_a_client_pruned_says_nothing(objective):
+    pixels = pictures()
+    update = client.gradient(network(), pixels, torch.tensor([1]))
+    kept = {name: value.where(value.abs() > value.abs().median(), 0.0) for name, value in update.gradient.items()}
+    update = dataclasses.replace(update, gradient=kept)
+    at_truth = [
+        matching._Match([each], objective, 0.0)(pixels[None].clone().requires_grad_(True))[0]
+        for each in (update, dataclasses.replace(update, pruned=True))
+    ]
+    assert at_truth[0] > 1e-4 and at_truth[1] < 1e-20
 
 
 @pytest.mark.parametrize(("objective", "tv"), [("cosine", 0.0), ("cosine", TV), ("euclidean", 0.0)])

@@ -222,6 +222,7 @@ class _Match:
             for name, value in first.gradient.items()
         ]
 
+        self.sent = [value != 0 for value in self.minus_target] if first.pruned else None
         self.apart = [torch.empty_like(value) for value in self.minus_target]  # fresh memory each time would cost more
 
     def __call__(self, pixels: Tensor, soft: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -248,14 +249,15 @@ class _Match:
         return data, data + prior.detach(), slopes
 
     def gradient(self, pixels: Tensor, soft: Tensor | None = None, *, create_graph: bool = True) -> list[Tensor]:
-        """The gradient of each run's loss, a tensor (runs, ...) a parameter."""
+        """The gradient of each run's loss, a tensor (runs, ...) a parameter, without what a client pruned."""
         labels = self.labels if soft is None else soft.softmax(2).flatten(0, 1)
         # the mean over all pictures, times the runs, is the sum of each run's mean
         loss = self.runs * loss_of(self.stacked.model, pixels.flatten(0, 1), labels, self.loss)
         self.stacked.reads_weights = True
         weights = list(self.stacked.weights.values())
         found = torch.autograd.grad(loss, weights, create_graph=create_graph, allow_unused=True, materialize_grads=True)
-        return [value.view_as(target) for value, target in zip(found, self.minus_target, strict=True)]
+        found = [value.view_as(target) for value, target in zip(found, self.minus_target, strict=True)]
+        return found if self.sent is None else [value * kept for value, kept in zip(found, self.sent, strict=True)]
 
     def _match(self, gradient: list[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
         """The data term, and its derivative with respect to the gradient as directions and one factor a run."""
@@ -548,7 +550,7 @@ def _check_updates(updates) -> None:
     for each in updates:
         expect_update(each)
     first = updates[0]
-    for name in ("input_shape", "batch_size", "loss", "mode"):
+    for name in ("input_shape", "batch_size", "loss", "mode", "pruned"):
         if any(getattr(each, name) != getattr(first, name) for each in updates):
             raise ValueError(
                 f"updates attacked together must share {name}, got {[getattr(each, name) for each in updates]}"
