@@ -1,0 +1,160 @@
+"""The sparsest vectors of a column space, the search behind `unmix`.
+
+A matrix D of r columns, each with many zeros, is hidden in Y = D T with an unknown T. Each column of D is Y q for a q at
+which |Y q|_1 has a local minimum on the sphere. Three things make the search quick and complete: reweighted least
+squares, which finds a minimum in a few eigenvectors; the null vector of the rows that a candidate drives to zero, which
+makes it exact; and the constraint that what is known is left behind, which turns each later minimum into a new column.
+
+Vectors with the same structure, such as those of two pictures of one class, tie in |.|_1. So the later rounds minimise
+the sum of square roots, for which they do not.
+"""
+
+import torch
+from torch import Tensor
+
+STARTS = 64  # candidates of one round, at most
+STEPS = 30  # of reweighted least squares
+MARGIN = 1e-4  # at the last step; entries below count alike
+SHARE = 0.2  # of the rows, at least, that a direction drives to zero
+DRAWS = 2048  # of one round of sampling
+ROUNDING = {torch.float64: 1e-11, torch.float32: 3e-6}  # singular values below this share of the first are rounding
+
+
+def column_space(matrix: Tensor, most: int) -> tuple[Tensor, float]:
+    """An orthonormal basis (m, r) of the columns of a matrix of rank `most` or less, and how far it may be off.
+
+    What the matrix holds beyond that rank is noise. The second value is its size, or that of rounding, against the
+    smallest singular value that counts.
+    """
+    wanted = min(most + 8, *matrix.shape)
+    with torch.random.fork_rng([matrix.device] if matrix.is_cuda else []):
+        torch.manual_seed(0)
+        left, sizes, _ = torch.svd_lowrank(matrix.double(), q=wanted, niter=3)
+    beyond = float(sizes[most]) if wanted > most else 0.0
+    floor = max(ROUNDING[matrix.dtype] * float(sizes[0]), 2 * beyond)
+    rank = int((sizes[:most] > floor).sum())
+    return left[:, :rank], max(1e-2 * ROUNDING[matrix.dtype] * float(sizes[0]), beyond) / float(sizes[max(rank - 1, 0)])
+
+
+class Space:
+    """The rows of a basis as the search needs them: those that are not zero, at length one, which keeps their zeros.
+
+    zero: an entry below it counts as zero.
+    """
+
+    def __init__(self, basis: Tensor, noise: float):
+        sizes = basis.norm(dim=1)
+        live = sizes > max(1e-12, 2 * noise * float(basis.shape[1] / len(basis)) ** 0.5) * sizes.max()
+        self.rows = basis[live] / sizes[live, None]
+        self.zero = max(1e-7, 3 * noise)
+
+    @property
+    def rank(self) -> int:
+        return self.rows.shape[1]
+
+    def zeros(self, directions: Tensor) -> Tensor:
+        """Which rows each of some directions (k, r) drives to zero, (k, rows)."""
+        return (directions @ self.rows.T).abs() < self.zero
+
+
+def new_directions(space: Space, known: Tensor, generator: torch.Generator) -> Tensor:
+    """Directions (k, r) of which each has many zeros that single it out, and lies outside what the known ones span."""
+    outside = torch.linalg.qr(known.T, mode="complete")[0][:, len(known) :] if len(known) else None
+    many = min(STARTS, 4 * (space.rank - len(known)) + 4)
+    starts = space.rows[_draw(len(space.rows), (many,), generator, space.rows.device)]
+    minima = _minima(space.rows, starts, outside, power=0.5 if len(known) else 1.0)
+    return _singled_out(space, _exact(space, minima, generator))
+
+
+def drawn_directions(space: Space, generator: torch.Generator) -> Tensor:
+    """The same by luck, as Dimitrov et al. 2024 (SPEAR) do: the null vectors of r - 1 rows drawn at random.
+
+    The rows must all be zeros of one direction, which takes about 2^r draws.
+    """
+    everything = torch.eye(space.rank, dtype=space.rows.dtype, device=space.rows.device)
+    return _singled_out(space, _within(space, everything, generator, DRAWS))
+
+
+def independent(space: Space, first: Tensor, directions: Tensor) -> Tensor:
+    """The first directions, and of the others those with the most zeros that go on to a basis, taken greedily."""
+    order = space.zeros(directions).sum(1).argsort(descending=True, stable=True)
+    chosen = directions[:0]
+    left = torch.eye(space.rank, dtype=directions.dtype, device=directions.device)  # what the chosen ones do not span
+    for direction in torch.cat([first, directions[order]]):
+        rest = left @ direction
+        if rest.norm() > 1e-4:
+            chosen = torch.cat([chosen, direction[None]])
+            rest = rest / rest.norm()
+            left = left - torch.outer(rest, rest)
+    return chosen
+
+
+def _minima(rows: Tensor, directions: Tensor, outside: Tensor | None, power: float) -> Tensor:
+    """Local minima of sum |rows q|^power with |q| = 1, or with the part of q in `outside` at length one."""
+    margin = 0.1
+    for _ in range(STEPS):
+        weights = (rows @ directions.T).abs().clamp(min=margin).pow(power - 2)
+        squares = (rows.T[None] * weights.T[:, None]) @ rows
+        if outside is None:
+            directions = torch.linalg.eigh(squares)[1][:, :, 0]
+        else:
+            # the best q with a given part u there is squares^-1 outside u, which leaves an eigenvalue problem for u
+            factor = torch.linalg.cholesky_ex(squares)[0]
+            best = torch.cholesky_solve(outside.expand(len(squares), *outside.shape), factor)
+            directions = (best @ torch.linalg.eigh(outside.T @ best)[1][:, :, -1:])[:, :, 0]
+            directions = directions / directions.norm(dim=1, keepdim=True)
+        margin = max(0.7 * margin, MARGIN)
+    return directions
+
+
+def _exact(space: Space, directions: Tensor, generator: torch.Generator) -> Tensor:
+    """The null vectors of the rows that each direction makes smallest; nothing for one that has no such null vector."""
+    few = min(max(space.rank + 2, int(SHARE * len(space.rows))), len(space.rows))
+    for _ in range(2):
+        nearest = (space.rows @ directions.T).abs().topk(few, dim=0, largest=False).indices.T
+        chosen = space.rows[nearest]
+        sizes, vectors = torch.linalg.eigh(chosen.transpose(1, 2) @ chosen)
+        directions = vectors[:, :, 0]
+    null = (sizes < few * space.zero**2).sum(1).tolist()
+    found = [directions[:0]]
+    for many, basis in zip(null, vectors, strict=True):
+        if many == 1:
+            found.append(basis[:, :1].T)
+        elif many > 1:  # the zeros that several directions share: they lie in this space together
+            found.append(_within(space, basis[:, :many].T, generator, 256))
+    return torch.cat(found)
+
+
+def _within(space: Space, null: Tensor, generator: torch.Generator, draws: int) -> Tensor:
+    """The sparsest directions of a small space (k, r), from null vectors of k - 1 of its rows drawn at random."""
+    inside = space.rows @ null.T
+    sizes = inside.norm(dim=1)
+    inside = inside[sizes > 10 * space.zero] / sizes[sizes > 10 * space.zero, None]
+    if len(inside) <= len(null):
+        return null[:0]
+    drawn = inside[_draw(len(inside), (draws, len(null) - 1), generator, inside.device)]
+    tried = torch.linalg.eigh(drawn.transpose(1, 2) @ drawn)[1][:, :, 0]
+    zeros = (tried @ inside.T).abs() < 10 * space.zero
+    many = zeros.sum(1)
+    order = many.argsort(descending=True)
+    order = order[many[order] > len(null) + 1]  # by construction each has one fewer than the dimensions
+    different: dict[bytes, int] = {}
+    for i, pattern in zip(order.tolist(), zeros[order].cpu().numpy(), strict=True):
+        different.setdefault(pattern.tobytes(), i)
+    return tried[list(different.values())[:STARTS]] @ null
+
+
+def _singled_out(space: Space, directions: Tensor) -> Tensor:
+    """Those with enough zeros, of which no other direction has all; each at the null vector of all its zeros."""
+    found = [directions[:0]]
+    for zeros in space.zeros(directions):
+        if zeros.sum() < max(SHARE * len(space.rows), space.rank - 1):
+            continue
+        sizes, vectors = torch.linalg.eigh(space.rows[zeros].T @ space.rows[zeros])
+        if len(sizes) == 1 or sizes[1] > max(1e-6, 10 * int(zeros.sum()) * space.zero**2):
+            found.append(vectors[:, :1].T)
+    return torch.cat(found)
+
+
+def _draw(below: int, shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
+    return torch.randint(below, shape, generator=generator).to(device)

@@ -1,0 +1,263 @@
+"""Every picture of a minibatch, exactly, from the gradient of one fully connected layer with a ReLU behind it.
+
+The layer's gradient is G = sum_i d_i x_i^T, with x_i its input for picture i and d_i = dL/dz for that picture: a matrix
+of rank b for b pictures. Its columns mix all pictures, but a ReLU leaves about half of the entries of each d_i at zero,
+so the d_i are the sparsest vectors of the column space of G (`gradinv.attacks.sparse` looks for them). The bias gradient
+is the sum of the d_i and gives their lengths, and then G gives the x_i.
+
+The server knows the weights, so it can check each picture by itself: sent forward, with some label, it must give its own
+d_i back. That check also reads the label, and how many times the picture was in the batch.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from gradinv.attacks import sparse
+from gradinv.attacks.reconstruction import Reconstruction, norm
+from gradinv.attacks.walk_back import dense_block
+from gradinv.client import Update, expect_one_of, expect_update, loss_between, loss_of, outputs_of, working_copy
+from gradinv.layers import Layer, read, slope
+from gradinv.victims import Normalize
+
+SEARCHES = ("l1", "sampling")
+ROUNDS = 40
+CLOSE = 1e-6  # relative; between the direction that was found and the one that a picture gives
+REPRODUCES = {torch.float64: 1e-10, torch.float32: 1e-5}  # relative; the whole gradient of what was found
+POLISH = 2  # times that the directions are taken from the pictures, and the pictures from them
+MIXES = (_BatchNorm, _DropoutNd)
+
+
+def unmix(update: Update, *, search: str = "l1", rounds: int = ROUNDS, seed: int = 0) -> Reconstruction:
+    """All different pictures of a batch, in closed form but for a search of sparse directions.
+
+    Args:
+        update: of a network with a fully connected layer with a bias and a ReLU behind it, and nothing but fully
+            connected layers between that layer and the picture. Labels may be hidden.
+        search: "l1" minimises sums of absolute values; "sampling" draws rows, as Dimitrov et al. 2024 do, which takes
+            about 2^b draws.
+        rounds: how many times candidates are tried, at most.
+        seed: of the starts and of the draws.
+
+    Returns:
+        pixels: (k, c, h, w), in any order: the k pictures that are certain, each once, since sent forward they give
+            their part of the gradient back. None where none is.
+        labels: (batch,) where all pictures are certain, in the order of the pixels, a repeated picture's together.
+        status: "recovered" where all of them together give the whole gradient; "approximate" where some are missing or
+            the gradient is noisy; "weak gradient" for a zero gradient; "not applicable" for another network.
+        loss: the relative distance between the whole gradient and that of what was found, 1 where pictures are missing.
+        history: a dict a round with the directions found, how many there are, and how many pictures are certain.
+    """
+    expect_one_of("search", search, SEARCHES)
+    expect_update(update)
+    started = time.perf_counter()
+    history: list[dict] = []
+
+    def answer(status, why, pixels=None, labels=None, loss=1.0):
+        return Reconstruction(pixels, labels, status, why, loss, history, seconds=time.perf_counter() - started)
+
+    layers = read(update.model, update.input_shape)
+    block, before, _ = dense_block(layers, update.gradient, update.mode)
+    able = [i for i in range(len(block)) if _is_able(update, layers, block, i)]
+    reason = before or ("" if able else "no fully connected layer of it has a bias and a ReLU behind it, both sent")
+    if update.mode == "train" and any(isinstance(module, MIXES) for module in update.model.modules()):
+        reason = "batch norm or dropout in train mode ties the pictures together"
+    if reason:
+        return answer("not applicable", f"the batch cannot be unmixed: {reason}")
+    size = norm(update.gradient.values())
+    able = [i for i in able if update.gradient[f"{block[i][0].name}.weight"].any()]
+    if not size < float("inf"):
+        return answer("not applicable", "the gradient is not finite")
+    if not able:
+        return answer("weak gradient", "every entry of the layers' gradients is zero")
+    best = None
+    for i in sorted(able, key=lambda i: -block[i][0].module.out_features):
+        mixture = _Mixture(update, layers, block[: i + 1])
+        for found in _search(mixture, search, rounds, torch.Generator().manual_seed(seed)):
+            history.append({"layer": block[i][0].name, **found.counted()})
+            best = found if best is None or found.certain.sum() >= best.certain.sum() else best
+        if best.certain.all():
+            break
+    if not best.certain.any():
+        missing = f"{best.directions} of {best.rank} directions were found in {len(history)} rounds"
+        return answer("approximate", f"no picture is certain: {missing}, and a picture needs them all")
+    pixels = best.pixels[best.certain]
+    if not best.certain.all():
+        why = f"{len(pixels)} of {best.rank} different pictures are certain, the others are left out"
+        return answer("approximate", why, pixels)
+    return answer(*_whole(update, mixture, best))
+
+
+@dataclass
+class _Found:
+    """Where a search stands.
+
+    directions: how many were found, of rank; pixels (rank, ...), times (rank, classes) how often each picture with
+    each label is in the batch, and certain (rank,) which pictures give their direction back; noise as in `sparse`.
+    """
+
+    directions: int
+    rank: int
+    noise: float
+    certain: Tensor
+    pixels: Tensor | None = None
+    times: Tensor | None = None
+
+    def counted(self) -> dict:
+        return {"directions": self.directions, "of": self.rank, "certain": int(self.certain.sum())}
+
+
+def _search(mixture: "_Mixture", search: str, rounds: int, generator: torch.Generator) -> Iterator[_Found]:
+    """Look for directions until every picture is certain; where the search stands after each round."""
+    space = sparse.Space(mixture.basis, mixture.noise)
+    pool = fixed = mixture.basis.new_zeros(0, space.rank)
+    chosen = mixture.basis.new_ones(1, 1) if space.rank == 1 else pool
+    for last in [False] * (rounds - 1) + [True]:
+        if space.rank > 1:
+            left_behind = fixed if len(chosen) == space.rank else chosen
+            new = (
+                sparse.drawn_directions(space, generator)
+                if search == "sampling"
+                else sparse.new_directions(space, left_behind, generator)
+            )
+            pool = torch.cat([pool, new])
+            chosen = sparse.independent(space, fixed, pool)
+        if len(chosen) < space.rank and not last:
+            nothing = torch.zeros(space.rank, dtype=torch.bool)
+            yield _Found(len(chosen), space.rank, mixture.noise, nothing)
+            continue
+        found = mixture.certify(chosen)
+        yield found
+        if found.certain.all():
+            return
+        fixed = chosen[found.certain[: len(chosen)]]
+
+
+def _is_able(update: Update, layers: list[Layer], block: list[tuple[Layer, nn.Module | None]], i: int) -> bool:
+    """Whether a layer of the block has a ReLU behind it, and its weight and bias were sent, and those below it."""
+    layer, activation = block[i]
+    place = layers.index(layer) + 1
+    if activation is None and place < len(layers) and layers[place].follows:
+        activation = layers[place].module
+    names = [f"{layer.name}.bias", *(f"{lower.name}.weight" for lower, _ in block[: i + 1])]
+    return isinstance(activation, nn.ReLU) and all(name in update.gradient for name in names)
+
+
+class _Mixture:
+    """The gradient of one fully connected layer, and what follows from the directions of its pictures.
+
+    block: the layers up to that one, each with its activation.
+    """
+
+    def __init__(self, update: Update, layers: list[Layer], block: list[tuple[Layer, nn.Module | None]]):
+        self.update, self.block, self.normalize = update, block, layers[0].module
+        self.layer = block[-1][0]
+        self.weight, self.bias = (update.gradient[f"{self.layer.name}.{part}"].double() for part in ("weight", "bias"))
+        sent = update.gradient[f"{self.layer.name}.weight"]
+        self.basis, self.noise = sparse.column_space(sent, update.batch_size)
+        self.model = working_copy(update.model, update.mode).double()
+        outputs = outputs_of(self.model, sent.new_full((1, *update.input_shape), 0.5).double())
+        every = torch.arange(outputs.shape[1]) if update.loss == "cross_entropy" else torch.tensor([-1, 1])
+        self.classes = (every if update.labels is None else update.labels.unique()).to(sent.device)
+        self.share, self.dtype = update.scale / update.batch_size, sent.dtype
+
+    def certify(self, directions: Tensor) -> _Found:
+        """The pictures of some directions (k, rank), with anything in place of those that are missing."""
+        rank = self.basis.shape[1]
+        missing = torch.linalg.qr(directions.T, mode="complete")[0][:, len(directions) :].T
+        d = self.basis @ torch.cat([directions, missing]).T
+        d = d * torch.linalg.lstsq(d, self.bias[:, None]).solution[:, 0]
+        pixels = self.pictures(d)
+        times, apart = self.times(d, pixels)
+        certain = apart < max(CLOSE, 30 * self.noise)
+        if certain.all():
+            for _ in range(POLISH):  # a picture says more exactly what its direction is
+                pixels = self.pictures(self.directions(pixels, times))
+                times, _ = self.times(self.directions(pixels, times), pixels)
+        return _Found(len(directions), rank, self.noise, certain.cpu(), pixels, times)
+
+    def pictures(self, d: Tensor) -> Tensor:
+        """The pictures (rank, ...) whose directions, dL/dz of the layer for each, are the columns of d."""
+        x = torch.linalg.lstsq(d, self.weight).solution
+        for i in range(len(self.block) - 2, -1, -1):
+            layer, activation = self.block[i]
+            x = x.where(x.abs() > 10 * max(self.noise, 1e-9) * x.abs().max(), 0.0)  # what a ReLU cut, but for rounding
+            above = self.block[i + 1][0].module.weight.detach().double()
+            d = (d.T @ above * slope(activation, x)).T
+            x = torch.linalg.lstsq(d, self.update.gradient[f"{layer.name}.weight"].double()).solution
+        pixels = x.reshape(len(x), *self.update.input_shape)
+        if isinstance(self.normalize, Normalize):
+            pixels = pixels * self.normalize.std.double() + self.normalize.mean.double()
+        return pixels
+
+    def given(self, pixels: Tensor) -> Tensor:
+        """dL/dz (pictures, classes, units) of the layer for each picture by itself, with each label."""
+        seen: list[Tensor] = []
+        hook = self.model.get_submodule(self.layer.name).register_forward_hook(lambda *ran: seen.append(ran[2]))
+        with torch.enable_grad():
+            outputs = outputs_of(self.model, pixels)
+            losses = [loss_between(outputs, label.expand(len(pixels)), self.update.loss) for label in self.classes]
+            slopes = [torch.autograd.grad(len(pixels) * loss, seen[0], retain_graph=True)[0] for loss in losses]
+        hook.remove()
+        return torch.stack(slopes, 1)
+
+    def directions(self, pixels: Tensor, times: Tensor) -> Tensor:
+        """dL/dz (units, pictures) of a batch in which each picture is so many times with each label."""
+        return self.share * torch.einsum("ncm,nc->mn", self.given(pixels), times)
+
+    def times(self, d: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """How many times each picture is in the batch with each label, and how far that is from its direction."""
+        given, wanted = self.given(pixels), d.T / self.share
+        alike = torch.einsum("ncm,nm->nc", given, wanted) / given.norm(dim=2).clamp(min=1e-300)
+        label = alike.argmax(1, keepdim=True)
+        one = given.gather(1, label[:, :, None].expand(-1, -1, given.shape[2]))[:, 0]
+        often = (one * wanted).sum(1) / one.square().sum(1).clamp(min=1e-300)
+        times = torch.zeros_like(alike).scatter_(1, label, often[:, None])
+        apart = (often[:, None] * one - wanted).norm(dim=1) / wanted.norm(dim=1)
+        return times, apart.nan_to_num(float("inf"))
+
+    def whole(self, pixels: Tensor, times: Tensor, factor: float) -> tuple[Tensor, float]:
+        """The labels of a batch in which each picture is so many times, and its distance from what was sent."""
+        which, label = times.nonzero(as_tuple=True)
+        often = times[which, label]
+        which, label = which.repeat_interleave(often), self.classes[label].repeat_interleave(often)
+        with torch.enable_grad():
+            loss = factor * len(which) * self.share * loss_of(self.model, pixels[which], label, self.update.loss)
+            names = list(self.update.gradient)
+            found = torch.autograd.grad(
+                loss, [self.model.get_parameter(name) for name in names], allow_unused=True, materialize_grads=True
+            )
+        sent = [self.update.gradient[name].double() for name in names]
+        return label, norm(a - b for a, b in zip(found, sent, strict=True)) / norm(sent)
+
+
+def _whole(update: Update, mixture: _Mixture, found: _Found) -> tuple:
+    """The answer where every picture is certain: labels, and whether they give the whole gradient."""
+    batch = update.batch_size
+    often, factor = found.times.round(), 1.0
+    if not _whole_numbers(found.times):
+        factor = float(found.times.sum()) / batch  # the client did not multiply its loss by `Update.scale`
+        often = (found.times / factor).round()
+    if not _whole_numbers(found.times / factor) or often.sum() > batch:
+        why = f"every picture is certain, but how often each is in the batch of {batch} is no whole number"
+        return "approximate", why, found.pixels
+    labels, apart = mixture.whole(found.pixels, often.long(), factor)
+    why = f"{len(found.pixels)} pictures"
+    if len(found.pixels) < batch:
+        why = f"{len(found.pixels)} different pictures in a batch of {batch}"
+    if often.sum() < batch:
+        why += f", of which {batch - int(often.sum())} left no trace in the gradient"
+    if factor != 1:
+        why += f"; the gradient is {factor * update.scale:.4g} times that of the mean loss"
+    if apart < REPRODUCES[mixture.dtype]:
+        return "recovered", f"{why} give the whole gradient back", found.pixels, labels, apart
+    return "approximate", f"{why} give the gradient back up to a relative {apart:.1e}", found.pixels, labels, apart
+
+
+def _whole_numbers(times: Tensor) -> bool:
+    return bool(((times - times.round()).abs() < 0.05).all() and (times.sum(1) > 0.5).all())
