@@ -15,64 +15,67 @@ from torch import Tensor
 STARTS = 64  # candidates of one round, at most
 STEPS = 30  # of reweighted least squares
 MARGIN = 1e-4  # at the last step; entries below count alike
-SHARE = 0.2  # of the rows, at least, that a direction drives to zero
+SHARE = 0.1  # of the rows, or a few more than there are directions, make a candidate exact
 DRAWS = 2048  # of one round of sampling
 ROUNDING = {torch.float64: 1e-11, torch.float32: 3e-6}  # singular values below this share of the first are rounding
 
 
-def column_space(matrix: Tensor, most: int) -> tuple[Tensor, float]:
-    """An orthonormal basis (m, r) of the columns of a matrix of rank `most` or less, and how far it may be off.
-
-    What the matrix holds beyond that rank is noise. The second value is its size, or that of rounding, against the
-    smallest singular value that counts.
-    """
-    wanted = min(most + 8, *matrix.shape)
-    with torch.random.fork_rng([matrix.device] if matrix.is_cuda else []):
-        torch.manual_seed(0)
-        left, sizes, _ = torch.svd_lowrank(matrix.double(), q=wanted, niter=3)
-    beyond = float(sizes[most]) if wanted > most else 0.0
-    floor = max(ROUNDING[matrix.dtype] * float(sizes[0]), 2 * beyond)
-    rank = int((sizes[:most] > floor).sum())
-    return left[:, :rank], max(1e-2 * ROUNDING[matrix.dtype] * float(sizes[0]), beyond) / float(sizes[max(rank - 1, 0)])
-
-
 class Space:
-    """The rows of a basis as the search needs them: those that are not zero, at length one, which keeps their zeros.
+    """The column space of a matrix (m, n), of which the search needs a basis and its rows at length one.
 
-    zero: an entry below it counts as zero.
+    exact: whether there is nothing beyond the rank but the rounding of double precision.
+    basis (m, rank): orthonormal; rows: those of the basis that are not zero; noise: how large what lies beyond the
+    rank is, or rounding, against the smallest singular value that counts; zero (rows,): an entry of rows @ q below it
+    counts as zero.
     """
 
-    def __init__(self, basis: Tensor, noise: float):
-        sizes = basis.norm(dim=1)
-        live = sizes > max(1e-12, 2 * noise * float(basis.shape[1] / len(basis)) ** 0.5) * sizes.max()
-        self.rows = basis[live] / sizes[live, None]
-        self.zero = max(1e-7, 3 * noise)
-
-    @property
-    def rank(self) -> int:
-        return self.rows.shape[1]
+    def __init__(self, matrix: Tensor, most: int):
+        wanted = min(most + 8, *matrix.shape)
+        with torch.random.fork_rng([matrix.device] if matrix.is_cuda else []):
+            torch.manual_seed(0)
+            left, sizes, _ = torch.svd_lowrank(matrix.double(), q=wanted, niter=3)
+        rounding = ROUNDING[matrix.dtype] * float(sizes[0])
+        beyond = float(sizes[most]) if wanted > most else 0.0
+        self.exact = matrix.dtype == torch.float64 and beyond < rounding
+        self.rank = int((sizes[:most] > max(rounding, 2 * beyond)).sum())
+        self.basis = left[:, : self.rank]
+        self.noise = max(1e-2 * rounding, beyond) / float(sizes[max(self.rank - 1, 0)])
+        m, n = matrix.shape
+        entry = self.noise / (m**0.5 + n**0.5)  # the norm of an m x n matrix of noise is that many of its entries
+        lengths = self.basis.norm(dim=1)
+        live = lengths > max(1e-12, 20 * entry)
+        self.rows = self.basis[live] / lengths[live, None]
+        self.zero = (5 * entry / lengths[live]).clamp(min=1e-7)
 
     def zeros(self, directions: Tensor) -> Tensor:
-        """Which rows each of some directions (k, r) drives to zero, (k, rows)."""
+        """Which rows each of some directions (k, rank) drives to zero, (k, rows)."""
         return (directions @ self.rows.T).abs() < self.zero
 
+    def enough(self) -> float:
+        """Zeros that no direction has by chance: any has one fewer than the rank where it is made to."""
+        return self.rank + 2 + 2 * float(self.zero.sum()) * self.rank**0.5
 
-def new_directions(space: Space, known: Tensor, generator: torch.Generator) -> Tensor:
-    """Directions (k, r) of which each has many zeros that single it out, and lies outside what the known ones span."""
+
+def new_directions(space: Space, known: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Directions (k, rank) outside what the known ones span: with many zeros that single each out, and without.
+
+    The second ones span, a few together, what the vectors with the same zeros span.
+    """
     outside = torch.linalg.qr(known.T, mode="complete")[0][:, len(known) :] if len(known) else None
     many = min(STARTS, 4 * (space.rank - len(known)) + 4)
     starts = space.rows[_draw(len(space.rows), (many,), generator, space.rows.device)]
-    minima = _minima(space.rows, starts, outside, power=0.5 if len(known) else 1.0)
-    return _singled_out(space, _exact(space, minima, generator))
+    minima = _minima(space, starts, outside, power=0.5 if len(known) else 1.0)
+    exact, shared = _exact(space, minima, generator)
+    return _singled_out(space, exact), shared
 
 
-def drawn_directions(space: Space, generator: torch.Generator) -> Tensor:
-    """The same by luck, as Dimitrov et al. 2024 (SPEAR) do: the null vectors of r - 1 rows drawn at random.
+def drawn_directions(space: Space, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The same by luck, as Dimitrov et al. 2024 (SPEAR) do: the null vectors of rank - 1 rows drawn at random.
 
-    The rows must all be zeros of one direction, which takes about 2^r draws.
+    The rows must all be zeros of one direction, which takes about 2^rank draws.
     """
     everything = torch.eye(space.rank, dtype=space.rows.dtype, device=space.rows.device)
-    return _singled_out(space, _within(space, everything, generator, DRAWS))
+    return _singled_out(space, _within(space, everything, generator, DRAWS)), everything[:0]
 
 
 def independent(space: Space, first: Tensor, directions: Tensor) -> Tensor:
@@ -82,16 +85,16 @@ def independent(space: Space, first: Tensor, directions: Tensor) -> Tensor:
     left = torch.eye(space.rank, dtype=directions.dtype, device=directions.device)  # what the chosen ones do not span
     for direction in torch.cat([first, directions[order]]):
         rest = left @ direction
-        if rest.norm() > 1e-4:
+        if rest.norm() > max(1e-4, 20 * float(space.zero.median())):  # else one of them again, but for noise
             chosen = torch.cat([chosen, direction[None]])
             rest = rest / rest.norm()
             left = left - torch.outer(rest, rest)
     return chosen
 
 
-def _minima(rows: Tensor, directions: Tensor, outside: Tensor | None, power: float) -> Tensor:
+def _minima(space: Space, directions: Tensor, outside: Tensor | None, power: float) -> Tensor:
     """Local minima of sum |rows q|^power with |q| = 1, or with the part of q in `outside` at length one."""
-    margin = 0.1
+    rows, margin, lowest = space.rows, 0.1, max(MARGIN, float(space.zero.median()))
     for _ in range(STEPS):
         weights = (rows @ directions.T).abs().clamp(min=margin).pow(power - 2)
         squares = (rows.T[None] * weights.T[:, None]) @ rows
@@ -103,38 +106,44 @@ def _minima(rows: Tensor, directions: Tensor, outside: Tensor | None, power: flo
             best = torch.cholesky_solve(outside.expand(len(squares), *outside.shape), factor)
             directions = (best @ torch.linalg.eigh(outside.T @ best)[1][:, :, -1:])[:, :, 0]
             directions = directions / directions.norm(dim=1, keepdim=True)
-        margin = max(0.7 * margin, MARGIN)
+        margin = max(0.7 * margin, lowest)
     return directions
 
 
-def _exact(space: Space, directions: Tensor, generator: torch.Generator) -> Tensor:
-    """The null vectors of the rows that each direction makes smallest; nothing for one that has no such null vector."""
+def _exact(space: Space, directions: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The null vectors of the rows that each direction makes smallest, and bases of null spaces of several dimensions.
+
+    Nothing for a direction that has no such null vector.
+    """
     few = min(max(space.rank + 2, int(SHARE * len(space.rows))), len(space.rows))
     for _ in range(2):
-        nearest = (space.rows @ directions.T).abs().topk(few, dim=0, largest=False).indices.T
+        values = (directions @ space.rows.T).abs() / space.zero
+        nearest = values.topk(few, dim=1, largest=False).indices
         chosen = space.rows[nearest]
         sizes, vectors = torch.linalg.eigh(chosen.transpose(1, 2) @ chosen)
         directions = vectors[:, :, 0]
-    null = (sizes < few * space.zero**2).sum(1).tolist()
-    found = [directions[:0]]
+    null = (sizes < space.zero[nearest].square().sum(1, keepdim=True)).sum(1).tolist()
+    found, shared = [directions[:0]], [directions[:0]]
     for many, basis in zip(null, vectors, strict=True):
         if many == 1:
             found.append(basis[:, :1].T)
         elif many > 1:  # the zeros that several directions share: they lie in this space together
             found.append(_within(space, basis[:, :many].T, generator, 256))
-    return torch.cat(found)
+            shared.append(basis[:, :many].T)
+    return torch.cat(found), torch.cat(shared)
 
 
 def _within(space: Space, null: Tensor, generator: torch.Generator, draws: int) -> Tensor:
     """The sparsest directions of a small space (k, r), from null vectors of k - 1 of its rows drawn at random."""
     inside = space.rows @ null.T
     sizes = inside.norm(dim=1)
-    inside = inside[sizes > 10 * space.zero] / sizes[sizes > 10 * space.zero, None]
+    live = sizes > 10 * space.zero
+    inside, zero = inside[live] / sizes[live, None], 10 * space.zero[live] / sizes[live]
     if len(inside) <= len(null):
         return null[:0]
     drawn = inside[_draw(len(inside), (draws, len(null) - 1), generator, inside.device)]
     tried = torch.linalg.eigh(drawn.transpose(1, 2) @ drawn)[1][:, :, 0]
-    zeros = (tried @ inside.T).abs() < 10 * space.zero
+    zeros = (tried @ inside.T).abs() < zero
     many = zeros.sum(1)
     order = many.argsort(descending=True)
     order = order[many[order] > len(null) + 1]  # by construction each has one fewer than the dimensions
@@ -148,10 +157,10 @@ def _singled_out(space: Space, directions: Tensor) -> Tensor:
     """Those with enough zeros, of which no other direction has all; each at the null vector of all its zeros."""
     found = [directions[:0]]
     for zeros in space.zeros(directions):
-        if zeros.sum() < max(SHARE * len(space.rows), space.rank - 1):
+        if zeros.sum() < space.enough():
             continue
         sizes, vectors = torch.linalg.eigh(space.rows[zeros].T @ space.rows[zeros])
-        if len(sizes) == 1 or sizes[1] > max(1e-6, 10 * int(zeros.sum()) * space.zero**2):
+        if len(sizes) == 1 or sizes[1] > max(1e-6, 10 * float(space.zero[zeros].square().sum())):
             found.append(vectors[:, :1].T)
     return torch.cat(found)
 

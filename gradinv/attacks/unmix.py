@@ -26,14 +26,16 @@ from gradinv.layers import Layer, read, slope
 from gradinv.victims import Normalize
 
 SEARCHES = ("l1", "sampling")
-ROUNDS = 40
-CLOSE = 1e-6  # relative; between the direction that was found and the one that a picture gives
+PATIENCE = 20
+FEW = 2  # rounds without anything new
+CLOSE = 1e-9  # relative; between the direction that was found and the one that a picture gives, in an exact gradient
 REPRODUCES = {torch.float64: 1e-10, torch.float32: 1e-5}  # relative; the whole gradient of what was found
+FAR = 0.2  # the same in another gradient, where a few units near their kink go the other way
 POLISH = 2  # times that the directions are taken from the pictures, and the pictures from them
 MIXES = (_BatchNorm, _DropoutNd)
 
 
-def unmix(update: Update, *, search: str = "l1", rounds: int = ROUNDS, seed: int = 0) -> Reconstruction:
+def unmix(update: Update, *, search: str = "l1", patience: int = PATIENCE, seed: int = 0) -> Reconstruction:
     """All different pictures of a batch, in closed form but for a search of sparse directions.
 
     Args:
@@ -41,7 +43,7 @@ def unmix(update: Update, *, search: str = "l1", rounds: int = ROUNDS, seed: int
             connected layers between that layer and the picture. Labels may be hidden.
         search: "l1" minimises sums of absolute values; "sampling" draws rows, as Dimitrov et al. 2024 do, which takes
             about 2^b draws.
-        rounds: how many times candidates are tried, at most.
+        patience: rounds of candidates without a new direction or picture, after which it gives up.
         seed: of the starts and of the draws.
 
     Returns:
@@ -78,7 +80,7 @@ def unmix(update: Update, *, search: str = "l1", rounds: int = ROUNDS, seed: int
     best = None
     for i in sorted(able, key=lambda i: -block[i][0].module.out_features):
         mixture = _Mixture(update, layers, block[: i + 1])
-        for found in _search(mixture, search, rounds, torch.Generator().manual_seed(seed)):
+        for found in _search(mixture, search, patience, torch.Generator().manual_seed(seed)):
             history.append({"layer": block[i][0].name, **found.counted()})
             best = found if best is None or found.certain.sum() >= best.certain.sum() else best
         if best.certain.all():
@@ -98,12 +100,11 @@ class _Found:
     """Where a search stands.
 
     directions: how many were found, of rank; pixels (rank, ...), times (rank, classes) how often each picture with
-    each label is in the batch, and certain (rank,) which pictures give their direction back; noise as in `sparse`.
+    each label is in the batch, and certain (rank,) which pictures give their direction back.
     """
 
     directions: int
     rank: int
-    noise: float
     certain: Tensor
     pixels: Tensor | None = None
     times: Tensor | None = None
@@ -112,30 +113,35 @@ class _Found:
         return {"directions": self.directions, "of": self.rank, "certain": int(self.certain.sum())}
 
 
-def _search(mixture: "_Mixture", search: str, rounds: int, generator: torch.Generator) -> Iterator[_Found]:
-    """Look for directions until every picture is certain; where the search stands after each round."""
-    space = sparse.Space(mixture.basis, mixture.noise)
-    pool = fixed = mixture.basis.new_zeros(0, space.rank)
-    chosen = mixture.basis.new_ones(1, 1) if space.rank == 1 else pool
-    for last in [False] * (rounds - 1) + [True]:
+def _search(mixture: "_Mixture", search: str, patience: int, generator: torch.Generator) -> Iterator[_Found]:
+    """Look for directions until every picture is certain, or nothing new comes; where the search stands each round."""
+    space = mixture.space
+    pool = spare = fixed = space.basis.new_zeros(0, space.rank)
+    chosen = space.basis.new_ones(1, 1) if space.rank == 1 else pool
+    idle, most = 0, (0, 0)
+    while idle < patience:
         if space.rank > 1:
-            left_behind = fixed if len(chosen) == space.rank else chosen
-            new = (
-                sparse.drawn_directions(space, generator)
-                if search == "sampling"
-                else sparse.new_directions(space, left_behind, generator)
-            )
-            pool = torch.cat([pool, new])
+            if search == "l1":
+                known = fixed if len(chosen) == space.rank else chosen
+                if idle > FEW and len(chosen) + len(spare) < space.rank:  # leave also those behind that look alike
+                    known = sparse.independent(space, chosen, spare)
+                new, shared = sparse.new_directions(space, known, generator)
+            else:
+                new, shared = sparse.drawn_directions(space, generator)
+            pool = sparse.independent(space, pool[:0], torch.cat([pool, new]))
             chosen = sparse.independent(space, fixed, pool)
-        if len(chosen) < space.rank and not last:
-            nothing = torch.zeros(space.rank, dtype=torch.bool)
-            yield _Found(len(chosen), space.rank, mixture.noise, nothing)
-            continue
-        found = mixture.certify(chosen)
+            spare = sparse.independent(space, spare[:0], torch.cat([spare, shared]))
+        found = _Found(len(chosen), space.rank, torch.zeros(space.rank, dtype=torch.bool))
+        if len(chosen) == space.rank:
+            found = mixture.certify(chosen)
+            fixed = chosen[found.certain]
         yield found
         if found.certain.all():
             return
-        fixed = chosen[found.certain[: len(chosen)]]
+        now = (len(chosen), int(found.certain.sum()))
+        idle, most = (0, now) if now > most else (idle + 1, most)
+    if len(chosen) < space.rank:
+        yield mixture.certify(chosen, sparse.independent(space, chosen, spare))
 
 
 def _is_able(update: Update, layers: list[Layer], block: list[tuple[Layer, nn.Module | None]], i: int) -> bool:
@@ -159,34 +165,37 @@ class _Mixture:
         self.layer = block[-1][0]
         self.weight, self.bias = (update.gradient[f"{self.layer.name}.{part}"].double() for part in ("weight", "bias"))
         sent = update.gradient[f"{self.layer.name}.weight"]
-        self.basis, self.noise = sparse.column_space(sent, update.batch_size)
+        self.space = sparse.Space(sent, update.batch_size)
+        self.close = CLOSE if self.space.exact else FAR
         self.model = working_copy(update.model, update.mode).double()
         outputs = outputs_of(self.model, sent.new_full((1, *update.input_shape), 0.5).double())
         every = torch.arange(outputs.shape[1]) if update.loss == "cross_entropy" else torch.tensor([-1, 1])
         self.classes = (every if update.labels is None else update.labels.unique()).to(sent.device)
         self.share, self.dtype = update.scale / update.batch_size, sent.dtype
 
-    def certify(self, directions: Tensor) -> _Found:
-        """The pictures of some directions (k, rank), with anything in place of those that are missing."""
-        rank = self.basis.shape[1]
-        missing = torch.linalg.qr(directions.T, mode="complete")[0][:, len(directions) :].T
-        d = self.basis @ torch.cat([directions, missing]).T
+    def certify(self, directions: Tensor, more: Tensor | None = None) -> _Found:
+        """The pictures of some directions (k, rank); `more` of them, or anything, stand in for those that are missing."""
+        rank, basis = self.space.rank, directions if more is None else more
+        rest = torch.linalg.qr(basis.T, mode="complete")[0][:, len(basis) :].T
+        d = self.space.basis @ torch.cat([basis, rest]).T
         d = d * torch.linalg.lstsq(d, self.bias[:, None]).solution[:, 0]
         pixels = self.pictures(d)
         times, apart = self.times(d, pixels)
-        certain = apart < max(CLOSE, 30 * self.noise)
+        certain = apart < self.close
         if certain.all():
             for _ in range(POLISH):  # a picture says more exactly what its direction is
                 pixels = self.pictures(self.directions(pixels, times))
                 times, _ = self.times(self.directions(pixels, times), pixels)
-        return _Found(len(directions), rank, self.noise, certain.cpu(), pixels, times)
+        return _Found(len(directions), rank, certain.cpu(), pixels, times)
 
     def pictures(self, d: Tensor) -> Tensor:
         """The pictures (rank, ...) whose directions, dL/dz of the layer for each, are the columns of d."""
         x = torch.linalg.lstsq(d, self.weight).solution
         for i in range(len(self.block) - 2, -1, -1):
             layer, activation = self.block[i]
-            x = x.where(x.abs() > 10 * max(self.noise, 1e-9) * x.abs().max(), 0.0)  # what a ReLU cut, but for rounding
+            x = x.where(
+                x.abs() > 10 * max(self.space.noise, 1e-9) * x.abs().max(), 0.0
+            )  # what a ReLU cut, but for rounding
             above = self.block[i + 1][0].module.weight.detach().double()
             d = (d.T @ above * slope(activation, x)).T
             x = torch.linalg.lstsq(d, self.update.gradient[f"{layer.name}.weight"].double()).solution
@@ -219,6 +228,11 @@ class _Mixture:
         often = (one * wanted).sum(1) / one.square().sum(1).clamp(min=1e-300)
         times = torch.zeros_like(alike).scatter_(1, label, often[:, None])
         apart = (often[:, None] * one - wanted).norm(dim=1) / wanted.norm(dim=1)
+        if self.space.exact:  # noise hides whole numbers
+            for i in (apart > CLOSE).nonzero()[:, 0].tolist():
+                mixed = _mixed(given[i], wanted[i], self.update.batch_size)
+                if mixed is not None:
+                    times[i], apart[i] = mixed, (mixed @ given[i] - wanted[i]).norm() / wanted[i].norm()
         return times, apart.nan_to_num(float("inf"))
 
     def whole(self, pixels: Tensor, times: Tensor, factor: float) -> tuple[Tensor, float]:
@@ -240,7 +254,7 @@ def _whole(update: Update, mixture: _Mixture, found: _Found) -> tuple:
     """The answer where every picture is certain: labels, and whether they give the whole gradient."""
     batch = update.batch_size
     often, factor = found.times.round(), 1.0
-    if not _whole_numbers(found.times):
+    if not _whole_numbers(found.times) or often.sum() > batch:
         factor = float(found.times.sum()) / batch  # the client did not multiply its loss by `Update.scale`
         often = (found.times / factor).round()
     if not _whole_numbers(found.times / factor) or often.sum() > batch:
@@ -257,6 +271,25 @@ def _whole(update: Update, mixture: _Mixture, found: _Found) -> tuple:
     if apart < REPRODUCES[mixture.dtype]:
         return "recovered", f"{why} give the whole gradient back", found.pixels, labels, apart
     return "approximate", f"{why} give the gradient back up to a relative {apart:.1e}", found.pixels, labels, apart
+
+
+def _mixed(given: Tensor, wanted: Tensor, most: int) -> Tensor | None:
+    """How often a picture is in the batch with each of several labels, from dL/dz for each (classes, units).
+
+    With all classes those depend on each other, since their mean under the network's probabilities is zero. So whole
+    numbers are looked for along that null vector.
+    """
+    if not wanted.isfinite().all() or not given.isfinite().all():
+        return None
+    left, sizes, right = torch.linalg.svd(given.T, full_matrices=False)
+    live = sizes > 1e-9 * sizes[0]
+    times = right[live].T @ ((left[:, live].T @ wanted) / sizes[live])
+    null = right[-1] / right[-1].sum()
+    for total in range(2, most + 1):
+        tried = times if live.all() else times + (total - times.sum()) * null
+        if (tried - tried.round()).abs().max() < 1e-3 and tried.round().min() >= 0:
+            return tried.round()
+    return None
 
 
 def _whole_numbers(times: Tensor) -> bool:
