@@ -32,7 +32,8 @@ ATTACKS = {
     for name, function in public_functions(attacks).items()
     if Reconstruction.__name__ in str(inspect.signature(function).return_annotation)
 }
-CLOSED = {"walk_back", "r_gap"}  # solved, not searched: no steps, and exact at any scale
+CLOSED = {"walk_back", "r_gap", "unmix"}  # solved, not searched: no steps, and exact at any scale
+ACTIVATIONS = {"unmix": "relu"}  # of those that need another one than a sigmoid
 OPTIONS = {name: {} if name in CLOSED else {"steps": 4} for name in ATTACKS}
 
 
@@ -79,9 +80,9 @@ def delicate():
     return model
 
 
-def small_update(dtype=torch.float32, *, reveal_labels=True, batch=1, scale=1.0):
-    """The update of a sigmoid network on 2 x 5 x 4 pictures."""
-    model = victims.fc((40, 9, 5), activation="sigmoid").to(dtype)
+def small_update(attack="", *, dtype=torch.float32, reveal_labels=True, batch=1, scale=1.0):
+    """The update of a network that suits an attack, on 2 x 5 x 4 pictures."""
+    model = victims.fc((40, 9, 5), activation=ACTIVATIONS.get(attack, "sigmoid")).to(dtype)
     pixels, labels = torch.rand(batch, 2, 5, 4, dtype=dtype), torch.arange(batch) % 5
     update = client.gradient(model, pixels, labels, reveal_labels=reveal_labels)
     return copy_with(update, gradient={name: value * scale for name, value in update.gradient.items()}), pixels
@@ -98,7 +99,7 @@ def run(name, update, **options):
 
 def test_the_lists_are_not_empty():
     assert {"fc", "lenet", "convnet", "resnet", "cnn6", "cnn6d", "fcn3"} <= set(VICTIMS)
-    assert {"walk_back", "match_gradients", "inverting_gradients", "dlg", "r_gap", "h_gap"} <= set(ATTACKS)
+    assert {"walk_back", "match_gradients", "inverting_gradients", "dlg", "r_gap", "h_gap", "unmix"} <= set(ATTACKS)
     assert not {"logits", "mu_roots", "total_variation"} & set(ATTACKS)
 
 
@@ -191,7 +192,7 @@ def test_attack_leaves_model_and_update_as_they_were(name, mode):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_follows_the_models_dtype(name, dtype):
-    update, pixels = small_update(dtype)
+    update, pixels = small_update(name, dtype=dtype)
     result = run(name, update)
     assert result.pixels.dtype == dtype and result.pixels.shape == pixels.shape
     assert not result.pixels.requires_grad and result.pixels.isfinite().all()
@@ -199,7 +200,7 @@ def test_attack_follows_the_models_dtype(name, dtype):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_answers_alike_bit_for_bit(name):
-    update, _ = small_update()
+    update, _ = small_update(name)
     results = []
     for _ in range(2):
         torch.rand(3)  # the global generator may stand anywhere
@@ -211,7 +212,7 @@ def test_attack_answers_alike_bit_for_bit(name):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_leaves_the_global_generator_alone(name):
-    update, _ = small_update()
+    update, _ = small_update(name)
     before = torch.get_rng_state()
     run(name, update)
     assert torch.equal(before, torch.get_rng_state())
@@ -219,7 +220,7 @@ def test_attack_leaves_the_global_generator_alone(name):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_says_how_it_went(name):
-    update, _ = small_update()
+    update, _ = small_update(name)
     result = run(name, update)
     assert result.status in STATUSES and result.why
     assert result.status in repr(result) and result.why in repr(result)
@@ -229,7 +230,7 @@ def test_attack_says_how_it_went(name):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_finds_the_label_when_it_is_hidden(name):
-    update, _ = small_update(reveal_labels=False)
+    update, _ = small_update(name, reveal_labels=False)
     assert update.labels is None
     options = {} if name in CLOSED else {"steps": 60, "lr": 0.1}
     if name in ("dlg", "h_gap"):
@@ -239,7 +240,7 @@ def test_attack_finds_the_label_when_it_is_hidden(name):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_works_without_grad_mode(name):
-    update, _ = small_update()
+    update, _ = small_update(name)
     with torch.no_grad():
         inside = run(name, update)
     assert torch.equal(inside.pixels, run(name, update).pixels)
@@ -247,14 +248,14 @@ def test_attack_works_without_grad_mode(name):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_names_a_shape_that_does_not_fit(name):
-    update, _ = small_update()
+    update, _ = small_update(name)
     with pytest.raises(ValueError, match=r"\(.*2, 5, 7\).* (do|does) not fit the model"):
         run(name, copy_with(update, input_shape=(2, 5, 7)))
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_on_a_zero_gradient(name):
-    update, _ = small_update(scale=0.0)
+    update, _ = small_update(name, scale=0.0)
     result = run(name, update)
     assert result.status == "weak gradient" and "zero" in result.why and result.pixels is None
 
@@ -262,7 +263,7 @@ def test_attack_on_a_zero_gradient(name):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_on_a_gradient_that_is_not_finite(name, value):
-    update, _ = small_update()
+    update, _ = small_update(name)
     update.gradient["1.weight"][0, 0] = value
     result = run(name, update)
     assert result.status == "not applicable" and "not finite" in result.why and result.pixels is None
@@ -271,7 +272,7 @@ def test_attack_on_a_gradient_that_is_not_finite(name, value):
 @pytest.mark.parametrize("scale", [2.0**80, 2.0**-80])
 @pytest.mark.parametrize("name", sorted(set(ATTACKS) - {"dlg", "h_gap"}))  # its Euclidean distance has a scale
 def test_attack_on_a_huge_or_tiny_gradient(name, scale):
-    normal, scaled = (small_update(scale=factor)[0] for factor in (1.0, 1.0))
+    normal, scaled = (small_update(name, scale=factor)[0] for factor in (1.0, 1.0))
     scaled = copy_with(normal, gradient={key: value * scale for key, value in normal.gradient.items()})
     options = {} if name in CLOSED else {"objective": "cosine"}
     expected, result = run(name, normal, **options), run(name, scaled, **options)
@@ -282,7 +283,7 @@ def test_attack_on_a_huge_or_tiny_gradient(name, scale):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_on_one_channel_pictures_that_are_not_square(name):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(20 * 12, 6), nn.Sigmoid(), nn.Linear(6, 3))
+    model = victims.fc((20 * 12, 6, 3), activation=ACTIVATIONS.get(name, "sigmoid"))
     pixels = torch.rand(1, 1, 20, 12)
     result = run(name, client.gradient(model, pixels, torch.tensor([2])))
     assert result.pixels.shape == pixels.shape
@@ -291,7 +292,7 @@ def test_attack_on_one_channel_pictures_that_are_not_square(name):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_on_a_part_of_the_gradient(name):
-    update, _ = small_update()
+    update, _ = small_update(name)
     part = copy_with(update, gradient={"1.weight": update.gradient["1.weight"]})
     result = run(name, part)
     assert result.status == ("not applicable" if name in CLOSED else "approximate")
@@ -299,7 +300,7 @@ def test_attack_on_a_part_of_the_gradient(name):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_refuses_an_unknown_option(name):
-    update, _ = small_update()
+    update, _ = small_update(name)
     with pytest.raises(TypeError, match="no_such_option"):
         run(name, update, no_such_option=1)
 
@@ -307,7 +308,7 @@ def test_attack_refuses_an_unknown_option(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_runs_on_a_gpu(name):
-    update, pixels = small_update()
+    update, pixels = small_update(name)
     model = copy.deepcopy(update.model).cuda()
     result = run(name, client.gradient(model, pixels.cuda(), update.labels.cuda()))
     assert result.pixels.is_cuda and result.status == run(name, update).status

@@ -6,6 +6,7 @@ from gradinv.attacks.last_layer import FOLD, logits, mu_roots, twin_ratio
 from gradinv.attacks.matching import dlg, inverting_gradients, match_gradients, total_variation
 from gradinv.attacks.reconstruction import STATUSES, Reconstruction
 from gradinv.attacks.recursive import r_gap
+from gradinv.attacks.unmix import unmix
 from gradinv.attacks.walk_back import walk_back
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "roughness",
     "total_variation",
     "twin_ratio",
+    "unmix",
     "walk_back",
 ]

@@ -53,13 +53,13 @@ class Space:
 
     def enough(self) -> float:
         """Zeros that no direction has by chance: any has one fewer than the rank where it is made to."""
-        return self.rank + 2 + 2 * float(self.zero.sum()) * self.rank**0.5
+        return self.rank - 0.5 + 2 * float(self.zero.sum()) * self.rank**0.5
 
 
 def new_directions(space: Space, known: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Directions (k, rank) outside what the known ones span: with many zeros that single each out, and without.
 
-    The second ones span, a few together, what the vectors with the same zeros span.
+    The second ones span, a few together, what vectors with the very same zeros span.
     """
     outside = torch.linalg.qr(known.T, mode="complete")[0][:, len(known) :] if len(known) else None
     many = min(STARTS, 4 * (space.rank - len(known)) + 4)

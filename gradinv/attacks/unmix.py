@@ -27,11 +27,11 @@ from gradinv.victims import Normalize
 
 SEARCHES = ("l1", "sampling")
 PATIENCE = 20
-FEW = 2  # rounds without anything new
 CLOSE = 1e-9  # relative; between the direction that was found and the one that a picture gives, in an exact gradient
 REPRODUCES = {torch.float64: 1e-10, torch.float32: 1e-5}  # relative; the whole gradient of what was found
 FAR = 0.2  # the same in another gradient, where a few units near their kink go the other way
 POLISH = 2  # times that the directions are taken from the pictures, and the pictures from them
+PASSES = (nn.ReLU, nn.Dropout, nn.Flatten, nn.Identity)
 MIXES = (_BatchNorm, _DropoutNd)
 
 
@@ -56,11 +56,15 @@ def unmix(update: Update, *, search: str = "l1", patience: int = PATIENCE, seed:
         history: a dict a round with the directions found, how many there are, and how many pictures are certain.
     """
     expect_one_of("search", search, SEARCHES)
+    for argument, value, least in (("patience", patience, 1), ("seed", seed, 0)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
     expect_update(update)
     started = time.perf_counter()
     history: list[dict] = []
 
     def answer(status, why, pixels=None, labels=None, loss=1.0):
+        pixels = pixels if pixels is None else pixels.to(next(iter(update.gradient.values())))
         return Reconstruction(pixels, labels, status, why, loss, history, seconds=time.perf_counter() - started)
 
     layers = read(update.model, update.input_shape)
@@ -69,12 +73,13 @@ def unmix(update: Update, *, search: str = "l1", patience: int = PATIENCE, seed:
     reason = before or ("" if able else "no fully connected layer of it has a bias and a ReLU behind it, both sent")
     if update.mode == "train" and any(isinstance(module, MIXES) for module in update.model.modules()):
         reason = "batch norm or dropout in train mode ties the pictures together"
+    size = norm(update.gradient.values())
+    if not 0 < size < float("inf"):
+        why = "every entry of the gradient is zero" if size == 0 else "the gradient is not finite"
+        return answer("weak gradient" if size == 0 else "not applicable", why)
     if reason:
         return answer("not applicable", f"the batch cannot be unmixed: {reason}")
-    size = norm(update.gradient.values())
     able = [i for i in able if update.gradient[f"{block[i][0].name}.weight"].any()]
-    if not size < float("inf"):
-        return answer("not applicable", "the gradient is not finite")
     if not able:
         return answer("weak gradient", "every entry of the layers' gradients is zero")
     best = None
@@ -123,12 +128,13 @@ def _search(mixture: "_Mixture", search: str, patience: int, generator: torch.Ge
         if space.rank > 1:
             if search == "l1":
                 known = fixed if len(chosen) == space.rank else chosen
-                if idle > FEW and len(chosen) + len(spare) < space.rank:  # leave also those behind that look alike
-                    known = sparse.independent(space, chosen, spare)
+                if idle % 2:  # other minima lie open when half of what is known, or looks alike, is left behind
+                    known = sparse.independent(space, known, spare)
+                    known = known[torch.rand(len(known), generator=generator) < 0.5][: space.rank - 1]
                 new, shared = sparse.new_directions(space, known, generator)
             else:
                 new, shared = sparse.drawn_directions(space, generator)
-            pool = sparse.independent(space, pool[:0], torch.cat([pool, new]))
+            pool = sparse.independent(space, pool[:0], torch.cat([pool, new[mixture.fits(new)]]))
             chosen = sparse.independent(space, fixed, pool)
             spare = sparse.independent(space, spare[:0], torch.cat([spare, shared]))
         found = _Found(len(chosen), space.rank, torch.zeros(space.rank, dtype=torch.bool))
@@ -171,7 +177,35 @@ class _Mixture:
         outputs = outputs_of(self.model, sent.new_full((1, *update.input_shape), 0.5).double())
         every = torch.arange(outputs.shape[1]) if update.loss == "cross_entropy" else torch.tensor([-1, 1])
         self.classes = (every if update.labels is None else update.labels.unique()).to(sent.device)
+        self.above = self._above(layers)
         self.share, self.dtype = update.scale / update.batch_size, sent.dtype
+
+    def _above(self, layers: list[Layer]) -> Tensor | None:
+        """What dL/dz can be where the ReLU lets through, as a basis (units, k): what the next layer sends down."""
+        rest = layers[layers.index(self.layer) + 1 :]
+        after = next((layer for layer in rest if not isinstance(layer.module, PASSES)), None)
+        between = rest[: rest.index(after)] if after else []
+        sent = after and self.update.gradient.get(f"{after.name}.weight")
+        if (
+            not isinstance(after and after.module, nn.Linear)
+            or sent is None
+            or not all(layer.follows for layer in [*between, after])
+        ):
+            return None
+        return after.module.weight.detach().double().T @ sparse.Space(sent, self.update.batch_size).basis
+
+    def fits(self, directions: Tensor) -> Tensor:
+        """Which directions (k, rank), where they are not zero, are what the next layer can send down.
+
+        A difference of two pictures that it treats alike is as sparse as either, and fails here.
+        """
+        if self.above is None or not len(directions):
+            return torch.ones(len(directions), dtype=torch.bool, device=directions.device)
+        d = directions @ self.space.basis.T
+        on = (d.abs() > 10 * max(self.space.noise, 1e-9) * d.abs().max(1, keepdim=True).values)[:, :, None]
+        basis = torch.linalg.qr(self.above * on)[0]
+        rest = d[:, :, None] * on - basis @ (basis.transpose(1, 2) @ (d[:, :, None] * on))
+        return rest.flatten(1).norm(dim=1) < self.close * d.norm(dim=1)
 
     def certify(self, directions: Tensor, more: Tensor | None = None) -> _Found:
         """The pictures of some directions (k, rank); `more` of them, or anything, stand in for those that are missing."""
