@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gradinv import client, victims
 from gradinv.__main__ import main
-from gradinv.attacks import r_gap, restore_labels, walk_back
+from gradinv.attacks import r_gap, restore_labels, unmix, walk_back
 from gradinv.audit import audit, formats, input_shape, load
 from gradinv.layers import read
 
@@ -47,7 +47,9 @@ def test_decisive_layer_of_cnn6d(cnn6d):
     assert (cnn6d.decisive.name, cnn6d.decisive.nullity) == ("2", 280)
     assert "it withholds 280 of the 3,468 directions" in cnn6d.findings[0]
     assert "396 virtual constraints" in cnn6d.findings[1]
-    assert applies(cnn6d) == {"walk_back": "no", "r_gap": "yes", "restore_labels": "no", "match_gradients": "yes"}
+    assert applies(cnn6d) == {
+        **{"walk_back": "no", "unmix": "no", "r_gap": "yes", "restore_labels": "no", "match_gradients": "yes"}
+    }
     best = cnn6d.changes[0]
     assert (best.layer, best.what, best.nullity_before) == ("2", "10 filters instead of 20", 280)
     # the convolution loses half of its weights, and so does the one that takes its output
@@ -92,6 +94,7 @@ def test_attacks_apply_where_the_audit_says(model, shape):
     walked = walk_back(update)
     expected = "yes" if walked.pixels is not None else "no" if walked.features is None else "in part"
     assert said["walk_back"] == expected, walked.why
+    assert said["unmix"] == ("no" if unmix(update).status == "not applicable" else "yes")
     assert said["r_gap"] == ("no" if r_gap(update).status == "not applicable" else "yes")
     try:
         restore_labels(update)

@@ -1,7 +1,7 @@
 """The sparsest vectors of a column space, the search behind `unmix`.
 
-A matrix D of r columns, each with many zeros, is hidden in Y = D T with an unknown T. Each column of D is Y q for a q at
-which |Y q|_1 has a local minimum on the sphere. Three things make the search quick and complete: reweighted least
+A matrix D of r columns, each with many zeros, is hidden in Y = D T with an unknown T. Each column of D is Y q for a q
+at which |Y q|_1 has a local minimum on the sphere. Three things make the search quick and complete: reweighted least
 squares, which finds a minimum in a few eigenvectors; the null vector of the rows that a candidate drives to zero, which
 makes it exact; and the constraint that what is known is left behind, which turns each later minimum into a new column.
 

@@ -1,16 +1,17 @@
 """Every picture of a minibatch, exactly, from the gradient of one fully connected layer with a ReLU behind it.
 
-The layer's gradient is G = sum_i d_i x_i^T, with x_i its input for picture i and d_i = dL/dz for that picture: a matrix
-of rank b for b pictures. Its columns mix all pictures, but a ReLU leaves about half of the entries of each d_i at zero,
-so the d_i are the sparsest vectors of the column space of G (`gradinv.attacks.sparse` looks for them). The bias gradient
-is the sum of the d_i and gives their lengths, and then G gives the x_i.
+The layer's gradient is G = sum_i d_i x_i^T, with x_i its input for picture i and d_i = dL/dz for that picture: a
+matrix of rank b for b pictures. Its columns mix all pictures, but a ReLU leaves about half of the entries of each d_i
+at zero, so the d_i are the sparsest vectors of the column space of G (`gradinv.attacks.sparse` looks for them). The
+bias gradient is the sum of the d_i and gives their lengths, and then G gives the x_i. Dimitrov et al. 2024 (SPEAR)
+found this; they look for the d_i by drawing rows.
 
-The server knows the weights, so it can check each picture by itself: sent forward, with some label, it must give its own
-d_i back. That check also reads the label, and how many times the picture was in the batch.
+The server knows the weights, so it can check each picture by itself: sent forward, with some label, it must give its
+own d_i back. That check also reads the label, and how many times the picture was in the batch.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,9 +69,7 @@ def unmix(update: Update, *, search: str = "l1", patience: int = PATIENCE, seed:
         return Reconstruction(pixels, labels, status, why, loss, history, seconds=time.perf_counter() - started)
 
     layers = read(update.model, update.input_shape)
-    block, before, _ = dense_block(layers, update.gradient, update.mode)
-    able = [i for i in range(len(block)) if _is_able(update, layers, block, i)]
-    reason = before or ("" if able else "no fully connected layer of it has a bias and a ReLU behind it, both sent")
+    block, able, reason = unmixable(layers, update.gradient, update.mode)
     if update.mode == "train" and any(isinstance(module, MIXES) for module in update.model.modules()):
         reason = "batch norm or dropout in train mode ties the pictures together"
     size = norm(update.gradient.values())
@@ -150,14 +149,28 @@ def _search(mixture: "_Mixture", search: str, patience: int, generator: torch.Ge
         yield mixture.certify(chosen, sparse.independent(space, chosen, spare))
 
 
-def _is_able(update: Update, layers: list[Layer], block: list[tuple[Layer, nn.Module | None]], i: int) -> bool:
-    """Whether a layer of the block has a ReLU behind it, and its weight and bias were sent, and those below it."""
-    layer, activation = block[i]
-    place = layers.index(layer) + 1
-    if activation is None and place < len(layers) and layers[place].follows:
-        activation = layers[place].module
-    names = [f"{layer.name}.bias", *(f"{lower.name}.weight" for lower, _ in block[: i + 1])]
-    return isinstance(activation, nn.ReLU) and all(name in update.gradient for name in names)
+def unmixable(
+    layers: list[Layer], sent: Container[str], mode: str
+) -> tuple[list[tuple[Layer, nn.Module | None]], list[int], str]:
+    """Which layers a batch can be unmixed at, if the gradients of the parameters named in `sent` were sent.
+
+    layers: as `gradinv.layers.read` gives them.
+
+    Returns:
+        the fully connected layers, each with the activation after it; the places among them of those with a bias and a
+        ReLU behind, below which every weight was sent; and why there is none, or pixels cannot be reached from there.
+    """
+    block, before, _ = dense_block(layers, sent, mode)
+    places = []
+    for i, (layer, activation) in enumerate(block):
+        behind = layers.index(layer) + 1
+        if activation is None and behind < len(layers) and layers[behind].follows:
+            activation = layers[behind].module
+        names = [f"{layer.name}.bias", *(f"{lower.name}.weight" for lower, _ in block[: i + 1])]
+        if isinstance(activation, nn.ReLU) and all(name in sent for name in names):
+            places.append(i)
+    missing = "" if places else "no fully connected layer of it has a bias and a ReLU behind it, both sent"
+    return block, places, before or missing
 
 
 class _Mixture:
@@ -208,7 +221,7 @@ class _Mixture:
         return rest.flatten(1).norm(dim=1) < self.close * d.norm(dim=1)
 
     def certify(self, directions: Tensor, more: Tensor | None = None) -> _Found:
-        """The pictures of some directions (k, rank); `more` of them, or anything, stand in for those that are missing."""
+        """The pictures of some directions (k, rank); `more` of them, or anything, stand in for the missing ones."""
         rank, basis = self.space.rank, directions if more is None else more
         rest = torch.linalg.qr(basis.T, mode="complete")[0][:, len(basis) :].T
         d = self.space.basis @ torch.cat([basis, rest]).T

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from gradinv.attacks.unmix import unmixable
 from gradinv.attacks.walk_back import dense_block, is_readable
 from gradinv.audit.load import in_one_line
 from gradinv.layers import Block, Layer, NotCovered, chain, obstacle, read
@@ -29,11 +30,12 @@ def attacks_of(model: nn.Module, input_shape: tuple[int, ...], calls: Sequence[C
         layers = read(model, input_shape)
     except Exception as error:  # it ran when its calls were traced, so this is the fault of the hooks or the device
         why = f"the layers could not be read one by one: {in_one_line(error)}"
-        read_ = [Attack(name, "not known", why) for name in ("walk_back", "r_gap", "restore_labels")]
+        read_ = [Attack(name, "not known", why) for name in ("walk_back", "unmix", "r_gap", "restore_labels")]
     else:
         sent = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         read_ = [
             Attack("walk_back", *_walk_back(layers, sent)),
+            Attack("unmix", *_unmix(layers, sent)),
             Attack("r_gap", *_r_gap(model, input_shape, layers)),
             Attack("restore_labels", *_restore_labels(layers, calls, sent)),
         ]
@@ -56,6 +58,18 @@ def _walk_back(layers: list[Layer], sent: set[str]) -> tuple[str, str]:
     if front:
         return "yes", f"{first} sees the picture itself and has a bias, so its gradient alone gives the picture"
     return "yes", f"from {block[-1][0].name or first} down to the picture all layers are fully connected"
+
+
+def _unmix(layers: list[Layer], sent: set[str]) -> tuple[str, str]:
+    block, places, reason = unmixable(layers, sent, "eval")
+    if reason:
+        return "no", f"it needs a fully connected layer with a ReLU behind and no other kind before: {reason}"
+    layer = max((block[i][0] for i in places), key=lambda layer: layer.module.out_features)
+    units = layer.module.out_features
+    return "yes", (
+        f"{layer.name or 'the layer'} has {units:,} units and a ReLU behind, so a batch of far fewer than "
+        f"{units // 2:,} pictures can come out whole"
+    )
 
 
 def _r_gap(model: nn.Module, input_shape: tuple[int, ...], layers: list[Layer]) -> tuple[str, str]:
