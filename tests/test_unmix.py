@@ -76,20 +76,51 @@ def test_any_small_batch_of_a_wide_network(n, seed, hidden, depth, scale, declar
     assert [result.labels[i].item() for i in nearest] == labels
 
 
-@settings(max_examples=15, deadline=None)
-@given(n=st.integers(2, 24), width=st.integers(6, 40), seed=st.integers(0, 2**16))
-def test_no_picture_is_ever_invented(n, width, seed):
-    pixels = batch(n, seed)
-    result = unmix(sent(normed(40, width, 4, seed=seed), pixels), patience=3)
-    assert result.pixels is None or invented(result.pixels, pixels) < 1e-6
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(2, 12),
+    width=st.integers(6, 40),
+    classes=st.sampled_from([1, 2, 3, 10]),
+    shift=st.sampled_from([0.0, 0.5, 1.0]),
+    scale=st.sampled_from([1.0, 0.5, 3.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_no_picture_is_ever_invented(n, width, classes, shift, scale, seed):
+    pixels, generator = batch(n, seed), torch.Generator().manual_seed(seed)
+    model = normed(40, width, classes, seed=seed)
+    with torch.no_grad():
+        model[2].bias += shift  # so that units treat the pictures alike
+    labels, loss = torch.randint(classes, (n,), generator=generator), "cross_entropy"
+    if classes == 1:
+        labels, loss = 2 * torch.randint(2, (n,), generator=generator) - 1, "logistic"
+    update = client.gradient(model, pixels, labels, loss=loss, reveal_labels=False, scale=scale)
+    result = unmix(dataclasses.replace(update, scale=1.0), patience=3)
     assert result.status in ("recovered", "approximate")
-    assert (result.status == "recovered") == (result.pixels is not None and len(result.pixels) == n)
+    assert result.pixels is None or invented(result.pixels, pixels) < 1e-6
+    if result.status == "recovered":
+        assert len(result.pixels) == n and sorted(result.labels.tolist()) == sorted(labels.tolist())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_single_precision_invents_nothing_either(seed):
+    pixels = batch(6, seed).float()
+    result = unmix(sent(normed(40, 24, 4, seed=seed).float(), pixels), patience=3)
+    assert result.pixels is None or invented(result.pixels, pixels) < 1e-3
+
+
+@pytest.mark.parametrize("difference", [1e-7, 1e-5, 1e-3])
+def test_near_duplicates_are_not_called_recovered(difference):
+    pixels = batch(5)
+    pixels[1] = pixels[0]
+    pixels[1, 0, 2, 2] += difference
+    result = unmix(sent(normed(40, 200, 4), pixels, [0, 0, 1, 2, 3]), patience=5)
+    assert result.status == "approximate" or error(result.pixels, pixels) < 1e-6
 
 
 def test_a_repeated_picture_is_found_once_and_counted():
     pixels = batch(3)[[0, 1, 2, 1, 1]]
     result = unmix(sent(normed(40, 200, 4), pixels, [0, 1, 2, 1, 1], reveal_labels=False))
-    assert result.status == "recovered" and len(result.pixels) == 3 and "3 different pictures" in result.why
+    assert result.status == "recovered" and len(result.pixels) == 3 and "3 different of" in result.why
     assert error(result.pixels, pixels) < 1e-10 and sorted(result.labels.tolist()) == [0, 1, 1, 1, 2]
 
 
@@ -105,8 +136,8 @@ def test_look_alikes_are_left_out_and_the_others_stay_certain():
     pixels = batch(5)
     pixels[1] = 0.999 * pixels[0]
     result = unmix(sent(normed(40, 200, 4), pixels, [0, 0, 1, 2, 3]))
-    assert result.status == "approximate" and 3 <= len(result.pixels) <= 4
-    assert error(result.pixels, pixels[2:]) < 1e-9 and invented(result.pixels, pixels) < 1e-6
+    assert result.status == "approximate" and 2 <= len(result.pixels) <= 4
+    assert invented(result.pixels, pixels) < 1e-6
 
 
 def test_one_pattern_for_all_hides_all():
@@ -135,6 +166,50 @@ def test_the_layer_that_sees_the_picture_will_do_whatever_follows():
     )
     pixels = batch(5)
     result = unmix(sent(model.double().eval(), pixels))
+    assert result.status == "recovered" and error(result.pixels, pixels) < 1e-9
+
+
+class Forked(nn.Module):
+    """A layer whose ReLU is taken more than once."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.flat = nn.Sequential(victims.Normalize((0.5,), (0.3,)), nn.Flatten())
+        self.first, self.relu = nn.Linear(40, 200), nn.ReLU()
+        self.second, self.third = nn.Linear(200, 200 if kind == "twice" else 4), nn.Linear(200, 4)
+        self.kind = kind
+
+    def forward(self, x):
+        h = self.relu(self.first(self.flat(x)))
+        if self.kind == "two heads":
+            return self.second(h) + self.third(h)
+        if self.kind == "skip":
+            return self.third(h) + self.second(h.tanh())
+        return self.third(self.second(self.second(h)))
+
+
+@pytest.mark.parametrize("kind", ["two heads", "skip", "twice"])
+def test_what_comes_after_the_relu_may_fork(kind):
+    torch.manual_seed(0)
+    pixels = batch(4)
+    result = unmix(sent(Forked(kind).double().eval(), pixels))
+    assert result.status == "recovered" and error(result.pixels, pixels) < 1e-9
+
+
+def test_a_relu_in_place():
+    torch.manual_seed(0)
+    pixels = batch(4)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(40, 90), nn.ReLU(inplace=True), nn.Linear(90, 4)).double()
+    result = unmix(sent(model.eval(), pixels))
+    assert result.status == "recovered" and error(result.pixels, pixels) < 1e-9
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_a_black_picture_is_a_picture(centred):
+    pixels = batch(4)
+    pixels[2] = 0.5 if centred else 0.0
+    model = normed(40, 200, 4) if centred else victims.fc((40, 200, 4)).double()
+    result = unmix(sent(model, pixels))
     assert result.status == "recovered" and error(result.pixels, pixels) < 1e-9
 
 
@@ -208,6 +283,36 @@ def test_batch_norm_in_train_mode_ties_the_pictures_together():
 def test_bad_options_are_named(option, value):
     with pytest.raises(ValueError, match=option):
         unmix(sent(normed(40, 60, 4), batch(3)), **{option: value})
+
+
+def test_what_the_update_declares_wrongly():
+    pixels, model = batch(4), normed(40, 200, 4)
+    update = sent(model, pixels, [0, 1, 2, 3])
+    few = unmix(dataclasses.replace(update, batch_size=2, labels=None), patience=2)
+    assert few.status == "approximate" and few.pixels is None
+    wrong = unmix(dataclasses.replace(update, labels=torch.tensor([0, 1, 2, 2])), patience=2)
+    assert wrong.status == "approximate"
+    with pytest.raises(ValueError, match="labels must lie in 0 to 3"):
+        unmix(dataclasses.replace(update, labels=torch.tensor([0, 1, 2, 9])))
+
+
+def test_pruning_is_not_sparsity():
+    update = dataclasses.replace(sent(normed(40, 200, 4), batch(3)), pruned=True)
+    assert unmix(update).status == "not applicable" and "left out" in unmix(update).why
+
+
+def test_a_later_layer_may_send_nothing():
+    update = sent(normed(40, 200, 4), batch(3))
+    part = changed(update, lambda name, value: 0 * value if name == "4.weight" else value)
+    assert unmix(part).status == "approximate"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_a_noisy_gradient(dtype):
+    model = normed(40, 200, 4).to(dtype)
+    assert unmix(client.gradient(model, batch(2).to(dtype), torch.tensor([0, 1])), patience=2).status in (
+        *("approximate", "recovered"),
+    )
 
 
 def test_history_tells_how_the_search_went():

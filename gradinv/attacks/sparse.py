@@ -17,7 +17,6 @@ STEPS = 30  # of reweighted least squares
 MARGIN = 1e-4  # at the last step; entries below count alike
 SHARE = 0.1  # of the rows, or a few more than there are directions, make a candidate exact
 DRAWS = 2048  # of one round of sampling
-ROUNDING = {torch.float64: 1e-11, torch.float32: 3e-6}  # singular values below this share of the first are rounding
 
 
 class Space:
@@ -31,21 +30,23 @@ class Space:
 
     def __init__(self, matrix: Tensor, most: int):
         wanted = min(most + 8, *matrix.shape)
-        with torch.random.fork_rng([matrix.device] if matrix.is_cuda else []):
-            torch.manual_seed(0)
-            left, sizes, _ = torch.svd_lowrank(matrix.double(), q=wanted, niter=3)
-        rounding = ROUNDING[matrix.dtype] * float(sizes[0])
+        left, sizes = _largest(matrix.double(), wanted)
+        first = float(sizes[0])
+        rounding = first * (1e-11 if matrix.dtype == torch.float64 else 25 * torch.finfo(matrix.dtype).eps)
         beyond = float(sizes[most]) if wanted > most else 0.0
         self.exact = matrix.dtype == torch.float64 and beyond < rounding
         self.rank = int((sizes[:most] > max(rounding, 2 * beyond)).sum())
         self.basis = left[:, : self.rank]
-        self.noise = max(1e-2 * rounding, beyond) / float(sizes[max(self.rank - 1, 0)])
+        self.noise = max(1e-2 * rounding, beyond) / float(sizes[self.rank - 1]) if self.rank else float("inf")
+        if not self.rank:
+            self.rows, self.zero = self.basis[:0], self.basis.new_zeros(0)
+            return
         m, n = matrix.shape
         entry = self.noise / (m**0.5 + n**0.5)  # the norm of an m x n matrix of noise is that many of its entries
         lengths = self.basis.norm(dim=1)
-        live = lengths > max(1e-12, 20 * entry)
+        live = lengths > max(1e-12, 20 * entry)  # the others are mostly noise
         self.rows = self.basis[live] / lengths[live, None]
-        self.zero = (5 * entry / lengths[live]).clamp(min=1e-7)
+        self.zero = (5 * entry / lengths[live]).clamp(min=1e-7)  # five deviations of the noise in that row
 
     def zeros(self, directions: Tensor) -> Tensor:
         """Which rows each of some directions (k, rank) drives to zero, (k, rows)."""
@@ -54,6 +55,17 @@ class Space:
     def enough(self) -> float:
         """Zeros that no direction has by chance: any has one fewer than the rank where it is made to."""
         return self.rank - 0.5 + 2 * float(self.zero.sum()) * self.rank**0.5
+
+
+def _largest(matrix: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
+    """The largest left singular vectors (m, wanted) and singular values, by subspace iteration (Halko et al. 2011)."""
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(matrix.shape[1], wanted, generator=generator, dtype=matrix.dtype).to(matrix.device)
+    basis = torch.linalg.qr(matrix @ probe)[0]
+    for _ in range(3):
+        basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis)[0])[0]
+    left, sizes, _ = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
+    return basis @ left, sizes
 
 
 def new_directions(space: Space, known: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -160,7 +172,7 @@ def _singled_out(space: Space, directions: Tensor) -> Tensor:
         if zeros.sum() < space.enough():
             continue
         sizes, vectors = torch.linalg.eigh(space.rows[zeros].T @ space.rows[zeros])
-        if len(sizes) == 1 or sizes[1] > max(1e-6, 10 * float(space.zero[zeros].square().sum())):
+        if sizes[1] > max(1e-6, 10 * float(space.zero[zeros].square().sum())):  # else the null space is larger
             found.append(vectors[:, :1].T)
     return torch.cat(found)
 

@@ -10,6 +10,8 @@ The server knows the weights, so it can check each picture by itself: sent forwa
 own d_i back. That check also reads the label, and how many times the picture was in the batch.
 """
 
+import contextlib
+import math
 import time
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -28,12 +30,13 @@ from gradinv.victims import Normalize
 
 SEARCHES = ("l1", "sampling")
 PATIENCE = 20
-CLOSE = 1e-9  # relative; between the direction that was found and the one that a picture gives, in an exact gradient
-REPRODUCES = {torch.float64: 1e-10, torch.float32: 1e-5}  # relative; the whole gradient of what was found
-FAR = 0.2  # the same in another gradient, where a few units near their kink go the other way
+CLOSE = 1e-11  # relative; between a direction that was found and the one that its picture gives, in an exact gradient
+FAR = 0.2  # the same at most, however noisy: a unit near its kink that goes the other way changes this much
+REPRODUCES = 1e-13  # relative; the whole gradient of what was found, in double precision
+WHOLE = 1e-6  # how far a count may be from a whole number, and a pixel from [0, 1], in an exact gradient
 POLISH = 2  # times that the directions are taken from the pictures, and the pictures from them
-PASSES = (nn.ReLU, nn.Dropout, nn.Flatten, nn.Identity)
-MIXES = (_BatchNorm, _DropoutNd)
+PASSES = (nn.ReLU, nn.Dropout, nn.Flatten, nn.Unflatten, nn.Identity)
+MIXES = (_BatchNorm, _DropoutNd, nn.RReLU)  # in train mode
 
 
 def unmix(update: Update, *, search: str = "l1", patience: int = PATIENCE, seed: int = 0) -> Reconstruction:
@@ -44,21 +47,28 @@ def unmix(update: Update, *, search: str = "l1", patience: int = PATIENCE, seed:
             connected layers between that layer and the picture. Labels may be hidden.
         search: "l1" minimises sums of absolute values; "sampling" draws rows, as Dimitrov et al. 2024 do, which takes
             about 2^b draws.
-        patience: rounds of candidates without a new direction or picture, after which it gives up.
+        patience: rounds of candidates without a new direction or picture, after which it gives a layer up.
         seed: of the starts and of the draws.
 
     Returns:
-        pixels: (k, c, h, w), in any order: the k pictures that are certain, each once, since sent forward they give
-            their part of the gradient back. None where none is.
-        labels: (batch,) where all pictures are certain, in the order of the pixels, a repeated picture's together.
-        status: "recovered" where all of them together give the whole gradient; "approximate" where some are missing or
-            the gradient is noisy; "weak gradient" for a zero gradient; "not applicable" for another network.
+        pixels: (k, c, h, w), in any order: the k pictures that are certain, each once. None where none is. Certain is
+            one that, sent forward, gives its part of the gradient back, a whole number of times. In double precision
+            this leaves no room. With rounding or noise it is asked for to within 40 times the noise, a fifth at most.
+        labels: (batch,) where the whole batch is certain, in the order of the pixels, a repeated picture's together.
+        status: "recovered" where all together give the whole gradient; "approximate" where some are missing or the
+            gradient is noisy; "weak gradient" for a zero gradient; "not applicable" for another network.
         loss: the relative distance between the whole gradient and that of what was found, 1 where pictures are missing.
-        history: a dict a round with the directions found, how many there are, and how many pictures are certain.
+        history: a dict a round with the layer, the directions found, how many there are, and the certain pictures.
+
+    A picture that is in the batch twice cannot be told from two that the layer sees as their mean. Pictures that are
+    alike to about 1e-5 count as one. Labels and a scale that the update declares wrongly make nothing certain, or are
+    corrected and named in `why`.
+
+    Raises ValueError for a bad option, or labels that the network does not have.
     """
     expect_one_of("search", search, SEARCHES)
     for argument, value, least in (("patience", patience, 1), ("seed", seed, 0)):
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
             raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
     expect_update(update)
     started = time.perf_counter()
@@ -72,6 +82,8 @@ def unmix(update: Update, *, search: str = "l1", patience: int = PATIENCE, seed:
     block, able, reason = unmixable(layers, update.gradient, update.mode)
     if update.mode == "train" and any(isinstance(module, MIXES) for module in update.model.modules()):
         reason = "batch norm or dropout in train mode ties the pictures together"
+    if update.pruned:
+        reason = "entries that the client left out are zeros of another kind"
     size = norm(update.gradient.values())
     if not 0 < size < float("inf"):
         why = "every entry of the gradient is zero" if size == 0 else "the gradient is not finite"
@@ -87,14 +99,18 @@ def unmix(update: Update, *, search: str = "l1", patience: int = PATIENCE, seed:
         for found in _search(mixture, search, patience, torch.Generator().manual_seed(seed)):
             history.append({"layer": block[i][0].name, **found.counted()})
             best = found if best is None or found.certain.sum() >= best.certain.sum() else best
-        if best.certain.all():
+        if best.whole:
             break
+    if not best.rank:
+        return answer(
+            "approximate", f"noise hides the pictures, or there are more than the {update.batch_size} declared"
+        )
     if not best.certain.any():
-        missing = f"{best.directions} of {best.rank} directions were found in {len(history)} rounds"
-        return answer("approximate", f"no picture is certain: {missing}, and a picture needs them all")
+        missing = f"{best.directions} of {best.rank} directions were found"
+        return answer("approximate", f"no picture is certain: {missing} in {len(history)} rounds")
     pixels = best.pixels[best.certain]
-    if not best.certain.all():
-        why = f"{len(pixels)} of {best.rank} different pictures are certain, the others are left out"
+    if not best.whole:
+        why = f"{_many(len(pixels))} certain, of a gradient of rank {best.rank}; the others are left out"
         return answer("approximate", why, pixels)
     return answer(*_whole(update, mixture, best))
 
@@ -103,8 +119,9 @@ def unmix(update: Update, *, search: str = "l1", patience: int = PATIENCE, seed:
 class _Found:
     """Where a search stands.
 
-    directions: how many were found, of rank; pixels (rank, ...), times (rank, classes) how often each picture with
-    each label is in the batch, and certain (rank,) which pictures give their direction back.
+    directions: how many were found, of rank; certain (rank,) which pictures give their direction back; pixels
+    (rank, ...); times (rank, classes) how often each picture with each label is in the batch; factor how many times
+    the declared gradient the sent one is.
     """
 
     directions: int
@@ -112,6 +129,11 @@ class _Found:
     certain: Tensor
     pixels: Tensor | None = None
     times: Tensor | None = None
+    factor: float = 1.0
+
+    @property
+    def whole(self) -> bool:
+        return self.rank > 0 and bool(self.certain.all())
 
     def counted(self) -> dict:
         return {"directions": self.directions, "of": self.rank, "certain": int(self.certain.sum())}
@@ -120,6 +142,9 @@ class _Found:
 def _search(mixture: "_Mixture", search: str, patience: int, generator: torch.Generator) -> Iterator[_Found]:
     """Look for directions until every picture is certain, or nothing new comes; where the search stands each round."""
     space = mixture.space
+    if not len(space.rows):
+        yield _Found(0, 0, torch.zeros(0, dtype=torch.bool))
+        return
     pool = spare = fixed = space.basis.new_zeros(0, space.rank)
     chosen = space.basis.new_ones(1, 1) if space.rank == 1 else pool
     idle, most = 0, (0, 0)
@@ -129,19 +154,20 @@ def _search(mixture: "_Mixture", search: str, patience: int, generator: torch.Ge
                 known = fixed if len(chosen) == space.rank else chosen
                 if idle % 2:  # other minima lie open when half of what is known, or looks alike, is left behind
                     known = sparse.independent(space, known, spare)
-                    known = known[torch.rand(len(known), generator=generator) < 0.5][: space.rank - 1]
+                    kept = (torch.rand(len(known), generator=generator) < 0.5).to(known.device)
+                    known = known[kept][: space.rank - 1]
                 new, shared = sparse.new_directions(space, known, generator)
             else:
                 new, shared = sparse.drawn_directions(space, generator)
             pool = sparse.independent(space, pool[:0], torch.cat([pool, new[mixture.fits(new)]]))
             chosen = sparse.independent(space, fixed, pool)
             spare = sparse.independent(space, spare[:0], torch.cat([spare, shared]))
-        found = _Found(len(chosen), space.rank, torch.zeros(space.rank, dtype=torch.bool))
+        found = _Found(len(chosen), space.rank, space.basis.new_zeros(space.rank, dtype=torch.bool))
         if len(chosen) == space.rank:
             found = mixture.certify(chosen)
             fixed = chosen[found.certain]
         yield found
-        if found.certain.all():
+        if found.whole:
             return
         now = (len(chosen), int(found.certain.sum()))
         idle, most = (0, now) if now > most else (idle + 1, most)
@@ -182,30 +208,62 @@ class _Mixture:
     def __init__(self, update: Update, layers: list[Layer], block: list[tuple[Layer, nn.Module | None]]):
         self.update, self.block, self.normalize = update, block, layers[0].module
         self.layer = block[-1][0]
-        self.weight, self.bias = (update.gradient[f"{self.layer.name}.{part}"].double() for part in ("weight", "bias"))
-        sent = update.gradient[f"{self.layer.name}.weight"]
-        self.space = sparse.Space(sent, update.batch_size)
-        self.close = CLOSE if self.space.exact else FAR
+        weight, bias = (update.gradient[f"{self.layer.name}.{part}"] for part in ("weight", "bias"))
+        # a bias is the weight of an input that is always one, which tells a picture's length, and a black one from none
+        self.sent = torch.cat([weight, bias[:, None]], 1)
+        self.space = sparse.Space(self.sent, update.batch_size)
+        self.sent = self.sent.double()
+        noise = 40 * self.space.noise
+        self.close, self.slack = (CLOSE, WHOLE) if self.space.exact else (min(max(1e-5, noise), FAR),) * 2
         self.model = working_copy(update.model, update.mode).double()
-        outputs = outputs_of(self.model, sent.new_full((1, *update.input_shape), 0.5).double())
+        outputs = outputs_of(self.model, weight.new_full((1, *update.input_shape), 0.5).double())
         every = torch.arange(outputs.shape[1]) if update.loss == "cross_entropy" else torch.tensor([-1, 1])
-        self.classes = (every if update.labels is None else update.labels.unique()).to(sent.device)
+        if update.labels is not None and not torch.isin(update.labels.cpu(), every).all():
+            raise ValueError(
+                f"labels must lie in 0 to {len(every) - 1} for this model, got {update.labels.max().item()}"
+            )
+        self.classes = (every if update.labels is None else update.labels.unique()).to(weight.device)
+        self.share = update.scale / update.batch_size
         self.above = self._above(layers)
-        self.share, self.dtype = update.scale / update.batch_size, sent.dtype
 
     def _above(self, layers: list[Layer]) -> Tensor | None:
-        """What dL/dz can be where the ReLU lets through, as a basis (units, k): what the next layer sends down."""
-        rest = layers[layers.index(self.layer) + 1 :]
-        after = next((layer for layer in rest if not isinstance(layer.module, PASSES)), None)
-        between = rest[: rest.index(after)] if after else []
-        sent = after and self.update.gradient.get(f"{after.name}.weight")
-        if (
-            not isinstance(after and after.module, nn.Linear)
-            or sent is None
-            or not all(layer.follows for layer in [*between, after])
-        ):
+        """What dL/dz can be where the ReLU lets through, as a basis (units, k): what the next layer sends down.
+
+        None where that is not known, such as where something else takes the ReLU's output too.
+        """
+        behind = layers[layers.index(self.layer) + 1 :]
+        after = next((layer for layer in behind if not isinstance(layer.module, PASSES)), None)
+        if after is None or not isinstance(after.module, nn.Linear) or len(after.input_shape) != 1:
             return None
-        return after.module.weight.detach().double().T @ sparse.Space(sent, self.update.batch_size).basis
+        sent = self.update.gradient.get(f"{after.name}.weight")
+        if sent is None or not sent.any():
+            return None
+        weight = after.module.weight.detach().double()
+        probe = torch.linspace(0, 1, math.prod(self.update.input_shape)).to(weight).reshape(1, *self.update.input_shape)
+        with self._seen(self.layer.name) as z, self._seen(after.name) as a, torch.enable_grad():
+            outputs = outputs_of(self.model, probe)
+            if len(z) > 1 or len(a) > 1:
+                return None
+            steps = torch.arange(1.0, outputs.numel() + 1).to(outputs).reshape(outputs.shape)
+            at_z, at_a = torch.autograd.grad(outputs, [z[0], a[0]], steps, allow_unused=True, materialize_grads=True)
+        if not torch.allclose(at_z, (z[0] > 0) * (at_a @ weight), rtol=1e-9, atol=1e-12 * float(at_z.abs().max())):
+            return None
+        return weight.T @ sparse.Space(sent, self.update.batch_size).basis
+
+    @contextlib.contextmanager
+    def _seen(self, name: str) -> Iterator[list[Tensor]]:
+        """The outputs of a layer, as they come; those that go on are copies, which a ReLU may overwrite."""
+        seen: list[Tensor] = []
+
+        def keep(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+            seen.append(output)
+            return output.clone()
+
+        hook = self.model.get_submodule(name).register_forward_hook(keep)
+        try:
+            yield seen
+        finally:
+            hook.remove()
 
     def fits(self, directions: Tensor) -> Tensor:
         """Which directions (k, rank), where they are not zero, are what the next layer can send down.
@@ -214,38 +272,58 @@ class _Mixture:
         """
         if self.above is None or not len(directions):
             return torch.ones(len(directions), dtype=torch.bool, device=directions.device)
-        d = directions @ self.space.basis.T
-        on = (d.abs() > 10 * max(self.space.noise, 1e-9) * d.abs().max(1, keepdim=True).values)[:, :, None]
-        basis = torch.linalg.qr(self.above * on)[0]
-        rest = d[:, :, None] * on - basis @ (basis.transpose(1, 2) @ (d[:, :, None] * on))
-        return rest.flatten(1).norm(dim=1) < self.close * d.norm(dim=1)
+        answers = []
+        for some in (directions @ self.space.basis.T).split(64):
+            on = (some.abs() > 10 * max(self.space.noise, 1e-9) * some.abs().max(1, keepdim=True).values)[:, :, None]
+            d = some[:, :, None] * on
+            basis = torch.linalg.qr(self.above * on)[0]
+            rest = d - basis @ (basis.transpose(1, 2) @ d)
+            answers.append(rest.flatten(1).norm(dim=1) < max(1e-9, self.close) * some.norm(dim=1))
+        return torch.cat(answers)
 
     def certify(self, directions: Tensor, more: Tensor | None = None) -> _Found:
         """The pictures of some directions (k, rank); `more` of them, or anything, stand in for the missing ones."""
         rank, basis = self.space.rank, directions if more is None else more
         rest = torch.linalg.qr(basis.T, mode="complete")[0][:, len(basis) :].T
         d = self.space.basis @ torch.cat([basis, rest]).T
-        d = d * torch.linalg.lstsq(d, self.bias[:, None]).solution[:, 0]
+        d = (d * (d.pinverse() @ self.sent)[:, -1]).nan_to_num()
         pixels = self.pictures(d)
         times, apart = self.times(d, pixels)
-        certain = apart < self.close
+        certain, factor = self.certain(pixels, times, apart)
         if certain.all():
             for _ in range(POLISH):  # a picture says more exactly what its direction is
-                pixels = self.pictures(self.directions(pixels, times))
-                times, _ = self.times(self.directions(pixels, times), pixels)
-        return _Found(len(directions), rank, certain.cpu(), pixels, times)
+                pixels = self.pictures(factor * self.directions(pixels, times.round()))
+        return _Found(len(directions), rank, certain, pixels, times.round(), factor)
+
+    def certain(self, pixels: Tensor, times: Tensor, apart: Tensor) -> tuple[Tensor, float]:
+        """Which pictures give their direction back, a whole number of times, and the factor that this takes.
+
+        A factor that the update does not declare is looked for where all pictures but for it are certain, and there are
+        several: each is a check of the others.
+        """
+        box = (pixels > -self.slack).flatten(1).all(1) & (pixels < 1 + self.slack).flatten(1).all(1)
+        close, batch = box & (apart < self.close), self.update.batch_size
+        for factor in (1.0, float(times.sum()) / batch):
+            often = times / factor if factor > 0 else times * float("nan")
+            whole = ((often - often.round()).abs() < self.slack).all(1) & (often.sum(1) > 0.5)
+            several = factor == 1 or len(times) > 1 or batch == 1
+            if several and (close & whole).all() and often.sum() < batch + 0.5:
+                times.div_(factor)
+                return close & whole, factor
+        whole = ((times - times.round()).abs() < self.slack).all(1) & (times.sum(1) > 0.5)
+        enough = times[close & whole].sum() < batch + 0.5
+        return close & whole & enough, 1.0
 
     def pictures(self, d: Tensor) -> Tensor:
         """The pictures (rank, ...) whose directions, dL/dz of the layer for each, are the columns of d."""
-        x = torch.linalg.lstsq(d, self.weight).solution
+        x = d.pinverse() @ self.sent[:, :-1]
         for i in range(len(self.block) - 2, -1, -1):
             layer, activation = self.block[i]
-            x = x.where(
-                x.abs() > 10 * max(self.space.noise, 1e-9) * x.abs().max(), 0.0
-            )  # what a ReLU cut, but for rounding
+            off = 10 * max(self.space.noise, 1e-9) * x.abs().max()  # what a ReLU cut off is zero but for rounding
+            x = x.where(x.abs() > off, 0.0)
             above = self.block[i + 1][0].module.weight.detach().double()
             d = (d.T @ above * slope(activation, x)).T
-            x = torch.linalg.lstsq(d, self.update.gradient[f"{layer.name}.weight"].double()).solution
+            x = d.pinverse() @ self.update.gradient[f"{layer.name}.weight"].double()
         pixels = x.reshape(len(x), *self.update.input_shape)
         if isinstance(self.normalize, Normalize):
             pixels = pixels * self.normalize.std.double() + self.normalize.mean.double()
@@ -253,14 +331,13 @@ class _Mixture:
 
     def given(self, pixels: Tensor) -> Tensor:
         """dL/dz (pictures, classes, units) of the layer for each picture by itself, with each label."""
-        seen: list[Tensor] = []
-        hook = self.model.get_submodule(self.layer.name).register_forward_hook(lambda *ran: seen.append(ran[2]))
-        with torch.enable_grad():
+        with self._seen(self.layer.name) as seen, torch.enable_grad():
             outputs = outputs_of(self.model, pixels)
-            losses = [loss_between(outputs, label.expand(len(pixels)), self.update.loss) for label in self.classes]
-            slopes = [torch.autograd.grad(len(pixels) * loss, seen[0], retain_graph=True)[0] for loss in losses]
-        hook.remove()
-        return torch.stack(slopes, 1)
+            marks = [label.expand(len(pixels)) for label in self.classes]
+            losses = torch.stack([len(pixels) * loss_between(outputs, mark, self.update.loss) for mark in marks])
+            each = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
+            (slopes,) = torch.autograd.grad(losses, seen[0], each, is_grads_batched=True)
+        return slopes.transpose(0, 1)
 
     def directions(self, pixels: Tensor, times: Tensor) -> Tensor:
         """dL/dz (units, pictures) of a batch in which each picture is so many times with each label."""
@@ -276,7 +353,7 @@ class _Mixture:
         times = torch.zeros_like(alike).scatter_(1, label, often[:, None])
         apart = (often[:, None] * one - wanted).norm(dim=1) / wanted.norm(dim=1)
         if self.space.exact:  # noise hides whole numbers
-            for i in (apart > CLOSE).nonzero()[:, 0].tolist():
+            for i in (apart > self.close).nonzero()[:, 0].tolist():
                 mixed = _mixed(given[i], wanted[i], self.update.batch_size)
                 if mixed is not None:
                     times[i], apart[i] = mixed, (mixed @ given[i] - wanted[i]).norm() / wanted[i].norm()
@@ -299,25 +376,30 @@ class _Mixture:
 
 def _whole(update: Update, mixture: _Mixture, found: _Found) -> tuple:
     """The answer where every picture is certain: labels, and whether they give the whole gradient."""
-    batch = update.batch_size
-    often, factor = found.times.round(), 1.0
-    if not _whole_numbers(found.times) or often.sum() > batch:
-        factor = float(found.times.sum()) / batch  # the client did not multiply its loss by `Update.scale`
-        often = (found.times / factor).round()
-    if not _whole_numbers(found.times / factor) or often.sum() > batch:
-        why = f"every picture is certain, but how often each is in the batch of {batch} is no whole number"
-        return "approximate", why, found.pixels
-    labels, apart = mixture.whole(found.pixels, often.long(), factor)
-    why = f"{len(found.pixels)} pictures"
+    batch, often = update.batch_size, found.times.long()
+    labels, apart = mixture.whole(found.pixels, often, found.factor)
+    why = _many(len(found.pixels))
     if len(found.pixels) < batch:
-        why = f"{len(found.pixels)} different pictures in a batch of {batch}"
+        why = f"{len(found.pixels)} different of a batch of {batch} pictures"
     if often.sum() < batch:
         why += f", of which {batch - int(often.sum())} left no trace in the gradient"
-    if factor != 1:
-        why += f"; the gradient is {factor * update.scale:.4g} times that of the mean loss"
-    if apart < REPRODUCES[mixture.dtype]:
+    if abs(found.factor - 1) > 1e-9:
+        why += f", whose gradient is {found.factor * update.scale:.6g} times that of the mean loss,"
+    if (
+        update.labels is not None
+        and often.sum() == batch
+        and labels.sort().values.ne(update.labels.sort().values).any()
+    ):
+        return "approximate", f"{why} have other labels than the update declares", found.pixels, None, apart
+    labels = labels if often.sum() == batch else None
+    dtype = mixture.update.gradient[f"{mixture.layer.name}.weight"].dtype
+    if apart < (REPRODUCES if dtype == torch.float64 else 100 * torch.finfo(dtype).eps):
         return "recovered", f"{why} give the whole gradient back", found.pixels, labels, apart
     return "approximate", f"{why} give the gradient back up to a relative {apart:.1e}", found.pixels, labels, apart
+
+
+def _many(pictures: int) -> str:
+    return f"{pictures} picture{'s' if pictures > 1 else ''}"
 
 
 def _mixed(given: Tensor, wanted: Tensor, most: int) -> Tensor | None:
@@ -337,7 +419,3 @@ def _mixed(given: Tensor, wanted: Tensor, most: int) -> Tensor | None:
         if (tried - tried.round()).abs().max() < 1e-3 and tried.round().min() >= 0:
             return tried.round()
     return None
-
-
-def _whole_numbers(times: Tensor) -> bool:
-    return bool(((times - times.round()).abs() < 0.05).all() and (times.sum(1) > 0.5).all())
