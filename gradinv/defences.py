@@ -80,7 +80,7 @@ def private_gradient(
     *,
     clip: float,
     noise_multiplier: float,
-    expected_batch: float | None = None,
+    expected_batch: float | int | None = None,
     loss: str = "cross_entropy",
     reveal_labels: bool = True,
     seed: int = 0,
@@ -115,7 +115,7 @@ def private_gradient(
             "clip must be finite where noise_multiplier is above 0, got inf: a gradient of any size has no "
             "sensitivity to scale the noise by, so the noise would guarantee nothing"
         )
-    expected_batch = float(len(pixels)) if expected_batch is None else expected_batch
+    expected_batch = len(pixels) if expected_batch is None else expected_batch
     _positive("expected_batch", expected_batch)
     net = _per_picture(model, pixels, labels, loss)
     parameters = {name: value for name, value in net._module.named_parameters() if value.requires_grad}
@@ -193,6 +193,6 @@ def _generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def _positive(argument: str, value: float, *, finite: bool = True) -> None:
+def _positive(argument: str, value: float | int, *, finite: bool = True) -> None:
     if not 0 < value <= math.inf or (finite and value == math.inf):
         raise ValueError(f"{argument} must be a {'finite ' if finite else ''}number above 0, got {value}")

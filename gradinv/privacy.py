@@ -6,6 +6,7 @@ differ by adding or removing one picture. Then a release is, in the worst case, 
 """
 
 import math
+import warnings
 
 import torch
 from jaxtyping import Float
@@ -16,7 +17,7 @@ from torch import Tensor
 from gradinv.client import Update, expect_update
 
 
-def implied_multiplier(std: float, *, clip: float, expected_batch: float = 1.0) -> float:
+def implied_multiplier(std: float, *, clip: float, expected_batch: float | int = 1) -> float:
     """The noise multiplier of an averaged gradient that carries noise of standard deviation `std`.
 
     Raises ValueError where nothing is clipped: noise alone guarantees nothing.
@@ -66,7 +67,9 @@ def sampled_epsilon(noise_multiplier: float, delta: float, *, sample_rate: float
         return gaussian_epsilon(noise_multiplier, delta, steps)
     accountant = PRVAccountant()
     accountant.history = [(noise_multiplier, sample_rate, steps)]
-    return float(accountant.get_epsilon(delta=delta))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the rough estimate that only sets the range of its grid
+        return float(accountant.get_epsilon(delta=delta))
 
 
 def noise_for(epsilon: float, delta: float, *, sample_rate: float, steps: int) -> float:
@@ -78,9 +81,11 @@ def noise_for(epsilon: float, delta: float, *, sample_rate: float, steps: int) -
     _sampling(sample_rate, steps)
     if sample_rate == 1:
         return brentq(lambda noise: gaussian_epsilon(noise, delta, steps) - epsilon, 1e-3, 1e6)
-    return get_noise_multiplier(
-        target_epsilon=epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps, accountant="prv"
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        return get_noise_multiplier(
+            target_epsilon=epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps, accountant="prv"
+        )
 
 
 def reconstruction_bound(prior: float, noise_multiplier: float, releases: int = 1) -> float:
@@ -123,7 +128,7 @@ def guess_candidate(
     update: Update,
     candidates: Float[Tensor, "n parameters"],
     *,
-    expected_batch: float,
+    expected_batch: float | int,
     others: Float[Tensor, " parameters"] | None = None,
 ) -> int:
     """Which of some candidates was in a full-batch release: an attacker who knows everything else.
@@ -150,7 +155,7 @@ def guess_candidate(
 def guessing_rate(
     grams: Float[Tensor, "steps n n"], std: float, *, sample_rate: float = 1.0, trials: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """How often the attacker of `guess_candidate` finds which of n pictures took part in a training, and the standard error.
+    """How often the attacker of `guess_candidate` finds which of n pictures took part in a training; standard error.
 
     A picture is drawn, takes part in each step with probability `sample_rate`, and the attacker, who sees every
     step's release and network and takes the other pictures off, picks the likeliest. All of this depends on the
@@ -209,6 +214,6 @@ def _at_least_zero(argument: str, value: float) -> None:
         raise ValueError(f"{argument} must be a finite number of at least 0, got {value}")
 
 
-def _above_zero(argument: str, value: float) -> None:
+def _above_zero(argument: str, value: float | int) -> None:
     if not 0 < value < math.inf:
         raise ValueError(f"{argument} must be a finite number above 0, got {value}")
