@@ -4,7 +4,7 @@ One path, walked one way: `data.load`, a network of `victims`, `client.gradient`
 `attacks`, a `Reconstruction`, `metrics`, `claims.record`.
 """
 
-from gradinv import attacks, claims, client, data, metrics, plots, rank, victims
+from gradinv import attacks, claims, client, data, defences, metrics, plots, privacy, rank, victims
 
 __version__ = "0.1.0"
-__all__ = ["attacks", "claims", "client", "data", "metrics", "plots", "rank", "victims"]
+__all__ = ["attacks", "claims", "client", "data", "defences", "metrics", "plots", "privacy", "rank", "victims"]

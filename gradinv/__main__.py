@@ -64,8 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     fetch.add_argument("name", help=", ".join(data.FETCHABLE))
     fetch.set_defaults(command=lambda options: print(data.fetch(options.name)))
 
-    train = commands.add_parser("train", help="remake a small set of trained weights")
-    train.add_argument("name", help="fc, resnet18-w16, or another recipe of gradinv/train.py")
+    train = commands.add_parser("train", help="remake a small set of trained weights, or a record of private training")
+    train.add_argument(
+        "name", help="fc, resnet18-w16, or another recipe of gradinv/train.py; dp-eps8 or another budget"
+    )
     train.set_defaults(command=_train)
     return parser
 
@@ -126,9 +128,10 @@ def _audit(options) -> None:
 
 
 def _train(options) -> None:
-    from gradinv import train
+    from gradinv import private_train, train
 
-    print(train.train(options.name))
+    private = options.name in private_train.PRIVATE_BUDGETS
+    print(private_train.train_privately(options.name) if private else train.train(options.name))
 
 
 if __name__ == "__main__":

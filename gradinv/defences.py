@@ -1,0 +1,198 @@
+"""What a device does to its gradient before it sends it: `Update` in, `Update` out.
+
+Clipping, noise, pruning and quantisation by themselves promise nothing. `private_gradient` is the release of DP-SGD
+(Abadi et al. 2016), computed by Opacus: each picture's gradient is clipped, then noise is added, and the two together
+bound what any attacker can learn (`gradinv.privacy`).
+"""
+
+import copy
+import math
+import warnings
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from gradinv.attacks.reconstruction import norm
+from gradinv.client import Update, _check, expect_update, loss_between, outputs_of
+
+
+def clip_norm(update: Update, bound: float) -> Update:
+    """The gradient shortened to norm `bound` over all parameters together, where it is longer. Its direction stays."""
+    expect_update(update)
+    _positive("bound", bound)
+    size = norm(update.gradient.values())
+    return update if size <= bound else _each(update, lambda value: value * (bound / size))
+
+
+def add_noise(update: Update, std: float, *, seed: int = 0) -> Update:
+    """Independent Gaussian noise of standard deviation `std` on every entry.
+
+    No guarantee: a gradient that is not clipped first can be of any size. `private_gradient` does both.
+    """
+    expect_update(update)
+    if not 0 <= std < math.inf:
+        raise ValueError(f"std must be a finite number of at least 0, got {std}")
+    generators = {value.device: _generator(value.device, seed) for value in update.gradient.values()}
+
+    def noisy(value: Tensor) -> Tensor:
+        return value + std * torch.randn(
+            value.shape, dtype=value.dtype, device=value.device, generator=generators[value.device]
+        )
+
+    return _each(update, noisy)
+
+
+def prune(update: Update, share: float) -> Update:
+    """A `share` of all entries set to zero, the smallest in absolute value over all parameters together.
+
+    The server sees which ones, so the result is marked as `pruned` and a match leaves them out.
+    """
+    expect_update(update)
+    if not 0 <= share < 1:
+        raise ValueError(f"share must be at least 0 and below 1, got {share}: with 1 nothing would be sent")
+    sizes = torch.cat([value.abs().flatten() for value in update.gradient.values()])
+    kept = torch.ones_like(sizes, dtype=torch.bool)
+    kept[sizes.argsort(stable=True)[: round(share * len(sizes))]] = False
+    masks = iter(kept.split([value.numel() for value in update.gradient.values()]))
+    return replace(_each(update, lambda value: value * next(masks).view_as(value)), pruned=True)
+
+
+def quantise(update: Update, bits: int) -> Update:
+    """Each tensor rounded to the nearest of 2^bits levels, evenly spaced from its smallest entry to its largest."""
+    expect_update(update)
+    if not isinstance(bits, int) or not 1 <= bits <= 16:
+        raise ValueError(f"bits must be a whole number from 1 to 16, got {bits!r}")
+
+    def rounded(value: Tensor) -> Tensor:
+        low, high = value.aminmax()
+        step = (high - low) / (2**bits - 1)
+        return value if step == 0 else low + step * ((value - low) / step).round()
+
+    return _each(update, rounded)
+
+
+def private_gradient(
+    model: nn.Module,
+    pixels: Float[Tensor, "n ..."],
+    labels: Int64[Tensor, " n"],
+    *,
+    clip: float,
+    noise_multiplier: float,
+    expected_batch: float | int | None = None,
+    loss: str = "cross_entropy",
+    reveal_labels: bool = True,
+    seed: int = 0,
+) -> Update:
+    """One release of DP-SGD: the clipped gradients of the pictures, summed, with noise, over the expected batch size.
+
+    The noise on the averaged gradient has standard deviation noise_multiplier * clip / expected_batch. Computed by
+    Opacus (Yousefpour et al. 2021); what it guarantees follows from `privacy.epsilon` and
+    `privacy.reconstruction_bound`.
+
+    Args:
+        model: as in `client.gradient`, in eval mode, with no layer that mixes the pictures of a batch.
+        pixels: (n, c, h, w) or (n, features); n may be 0, as Poisson sampling can draw nobody: then only noise is sent.
+        labels: (n,).
+        clip: largest norm of one picture's gradient. Infinite is allowed where there is no noise.
+        noise_multiplier: standard deviation of the noise, as a multiple of `clip`.
+        expected_batch: what the sum is divided by; with Poisson sampling the sample rate times the number of pictures,
+            which does not depend on who was drawn. By default n.
+        seed: of the noise. Anyone who knows it can take the noise away, so a real client draws it in secret.
+
+    Raises:
+        ValueError: noise without a finite clip, a layer that Opacus cannot take apart (batch norm), or what
+            `client.gradient` refuses.
+    """
+    from opacus.optimizers import DPOptimizer  # slow to import
+
+    _positive("clip", clip, finite=False)
+    if not 0 <= noise_multiplier < math.inf:
+        raise ValueError(f"noise_multiplier must be a finite number of at least 0, got {noise_multiplier}")
+    if noise_multiplier > 0 and clip == math.inf:
+        raise ValueError(
+            "clip must be finite where noise_multiplier is above 0, got inf: a gradient of any size has no "
+            "sensitivity to scale the noise by, so the noise would guarantee nothing"
+        )
+    expected_batch = len(pixels) if expected_batch is None else expected_batch
+    _positive("expected_batch", expected_batch)
+    net = _per_picture(model, pixels, labels, loss)
+    parameters = {name: value for name, value in net._module.named_parameters() if value.requires_grad}
+    optimizer = DPOptimizer(
+        torch.optim.SGD(parameters.values()),
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=min(clip, torch.finfo(torch.float32).max),  # Opacus multiplies it by 0 where there is no noise
+        expected_batch_size=expected_batch,
+        generator=_generator(next(net.parameters()).device, seed),
+    )
+    optimizer.pre_step()
+    count = len(pixels)
+    return Update(
+        model,
+        {name: value.grad for name, value in parameters.items()},
+        tuple(pixels.shape[1:]),
+        max(count, 1),
+        labels.clone() if reveal_labels and count else None,
+        loss,
+        scale=max(count, 1) / expected_batch,
+    )
+
+
+def clipped_gradients(
+    model: nn.Module,
+    pixels: Float[Tensor, "n ..."],
+    labels: Int64[Tensor, " n"],
+    *,
+    clip: float,
+    loss: str = "cross_entropy",
+) -> Float[Tensor, "n parameters"]:
+    """Each picture's gradient by itself, clipped as in `private_gradient`, all parameters in one row."""
+    _positive("clip", clip, finite=False)
+    net = _per_picture(model, pixels, labels, loss)
+    rows = torch.cat([value.grad_sample.flatten(1) for value in net.parameters() if value.requires_grad], 1)
+    return rows * (clip / (rows.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)  # the 1e-6 is Opacus's
+
+
+@torch.enable_grad()
+def _per_picture(model: nn.Module, pixels: Tensor, labels: Tensor, loss: str) -> nn.Module:
+    """A copy of the model, wrapped by Opacus, whose parameters carry each picture's gradient in `grad_sample`."""
+    from opacus.grad_sample import GradSampleModule
+
+    if len(pixels):
+        _check(model, pixels, labels, loss)
+    copied = copy.deepcopy(model).eval()
+    for module in copied.modules():
+        module.training = bool(module._parameters)  # Opacus looks at these only; dropout has none and stays off
+        if getattr(module, "inplace", False):  # which its hooks do not allow
+            module.inplace = False
+    try:
+        net = GradSampleModule(copied)
+    except NotImplementedError as error:
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            raise ValueError(
+                "model must not have batch norm: it mixes the pictures of a batch, so that none has a gradient of its "
+                "own to clip; use group norm (nn.GroupNorm) in its place"
+            ) from error
+        raise ValueError(f"model has a layer whose gradient Opacus cannot take apart by picture: {error}") from error
+    if len(pixels):
+        with warnings.catch_warnings():  # Opacus hooks the output, as it should: no input requires a gradient
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
+            loss_between(outputs_of(net, pixels), labels, loss).backward()
+    for parameter in net.parameters():
+        if parameter.requires_grad and getattr(parameter, "grad_sample", None) is None:
+            parameter.grad_sample = parameter.new_zeros(len(pixels), *parameter.shape)
+    return net
+
+
+def _each(update: Update, change) -> Update:
+    return replace(update, gradient={name: change(value) for name, value in update.gradient.items()})
+
+
+def _generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _positive(argument: str, value: float | int, *, finite: bool = True) -> None:
+    if not 0 < value <= math.inf or (finite and value == math.inf):
+        raise ValueError(f"{argument} must be a {'finite ' if finite else ''}number above 0, got {value}")
