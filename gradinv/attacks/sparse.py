@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 STARTS = 64  # candidates of one round, at most
-STEPS = 30  # of reweighted least squares
+REWEIGHTINGS = 30  # of reweighted least squares
 MARGIN = 1e-4  # at the last step; entries below count alike
 SHARE = 0.1  # of the rows, or a few more than there are directions, make a candidate exact
 DRAWS = 2048  # of one round of sampling
@@ -107,7 +107,7 @@ def independent(space: Space, first: Tensor, directions: Tensor) -> Tensor:
 def _minima(space: Space, directions: Tensor, outside: Tensor | None, power: float) -> Tensor:
     """Local minima of sum |rows q|^power with |q| = 1, or with the part of q in `outside` at length one."""
     rows, margin, lowest = space.rows, 0.1, max(MARGIN, float(space.zero.median()))
-    for _ in range(STEPS):
+    for _ in range(REWEIGHTINGS):
         weights = (rows @ directions.T).abs().clamp(min=margin).pow(power - 2)
         squares = (rows.T[None] * weights.T[:, None]) @ rows
         if outside is None:

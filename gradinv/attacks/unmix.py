@@ -30,7 +30,7 @@ from gradinv.victims import Normalize
 
 SEARCHES = ("l1", "sampling")
 PATIENCE = 20
-CLOSE = 1e-11  # relative; between a direction that was found and the one that its picture gives, in an exact gradient
+AGREES = 1e-11  # relative; between a direction that was found and the one that its picture gives, in an exact gradient
 FAR = 0.2  # the same at most, however noisy: a unit near its kink that goes the other way changes this much
 REPRODUCES = 1e-13  # relative; the whole gradient of what was found, in double precision
 WHOLE = 1e-6  # how far a count may be from a whole number, and a pixel from [0, 1], in an exact gradient
@@ -214,7 +214,7 @@ class _Mixture:
         self.space = sparse.Space(self.sent, update.batch_size)
         self.sent = self.sent.double()
         noise = 40 * self.space.noise
-        self.close, self.slack = (CLOSE, WHOLE) if self.space.exact else (min(max(1e-5, noise), FAR),) * 2
+        self.close, self.slack = (AGREES, WHOLE) if self.space.exact else (min(max(1e-5, noise), FAR),) * 2
         self.model = working_copy(update.model, update.mode).double()
         outputs = outputs_of(self.model, weight.new_full((1, *update.input_shape), 0.5).double())
         every = torch.arange(outputs.shape[1]) if update.loss == "cross_entropy" else torch.tensor([-1, 1])
