@@ -61,7 +61,7 @@ def test_a_defence_leaves_its_input_as_it_was(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", DEFENCES)
 def test_a_defence_keeps_names_shapes_and_dtype(name, dtype):
-    update, _ = small_update(dtype)
+    update, _ = small_update(dtype=dtype)
     defended = DEFENCES[name](update)
     assert list(defended.gradient) == list(update.gradient)
     for key, value in update.gradient.items():
@@ -170,7 +170,7 @@ def test_quantising_twice_changes_nothing_more(values, bits):
 
 
 def test_clipping_changes_no_attack():
-    update, pixels = small_update(torch.float64)
+    update, pixels = small_update(dtype=torch.float64)
     clipped = clip_norm(update, 1e-3 * norm(update.gradient.values()))
     torch.testing.assert_close(attacks.walk_back(clipped).pixels, pixels, rtol=0, atol=1e-9)
     expected = attacks.match_gradients(update, steps=20).pixels
@@ -178,7 +178,7 @@ def test_clipping_changes_no_attack():
 
 
 def test_the_mean_of_many_noisy_releases_is_the_gradient():
-    update, pixels = small_update(torch.float64)
+    update, pixels = small_update(dtype=torch.float64)
     std = 0.01 * norm(update.gradient.values())
     releases = torch.stack([flat(add_noise(update, std, seed=i)) for i in range(400)])
     assert abs((releases.mean(0) - flat(update)).std() / (std / 20) - 1) < 0.15
@@ -186,7 +186,7 @@ def test_the_mean_of_many_noisy_releases_is_the_gradient():
 
 
 def test_who_knows_the_mask_matches_what_was_left():
-    update, pixels = small_update(torch.float64)
+    update, pixels = small_update(dtype=torch.float64)
     pruned = prune(update, 0.6)
     at_truth = attacks.match_gradients(pruned, init=pixels, steps=1).loss
     without_mask = attacks.match_gradients(
