@@ -101,6 +101,34 @@ def test_no_picture_is_ever_invented(n, width, classes, shift, scale, seed):
         assert len(result.pixels) == n and sorted(result.labels.tolist()) == sorted(labels.tolist())
 
 
+@pytest.mark.parametrize("last", [-40.0, 0.0])
+@pytest.mark.parametrize("classes", [1, 2, 10])
+def test_pictures_of_one_direction_are_not_their_mean(classes, last):
+    pixels, model = batch(3), normed(40, 30, classes)
+    with torch.no_grad():
+        model[2].bias += 5.0  # every unit is on
+        model[-1].bias[0] += last  # and the network is sure
+    labels, loss = torch.zeros(3, dtype=torch.int64), "logistic" if classes == 1 else "cross_entropy"
+    update = client.gradient(model, pixels, labels + (classes == 1), loss=loss, reveal_labels=False)
+    result = unmix(update, patience=3)
+    assert result.pixels is None or invented(result.pixels, pixels) < 1e-6
+
+
+@pytest.mark.parametrize("difference", [1e-6, 1e-5, 1e-4, 1e-3])
+def test_near_duplicates_with_one_logit(difference):
+    pixels = batch(2)[[0, 0, 1]]
+    pixels[1, 0, 2, 2] += difference
+    update = client.gradient(normed(40, 200, 1), pixels, torch.tensor([1, 1, -1]), loss="logistic")
+    result = unmix(update, patience=3)
+    assert result.pixels is None or invented(result.pixels, pixels) < 1e-6
+
+
+def test_a_thousand_classes():
+    pixels = batch(3)
+    result = unmix(sent(normed(40, 200, 1000), pixels, [7, 500, 999], reveal_labels=False))
+    assert result.status == "recovered" and sorted(result.labels.tolist()) == [7, 500, 999]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_single_precision_invents_nothing_either(seed):
     pixels = batch(6, seed).float()

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from gradinv.attacks import sparse
 from gradinv.attacks.reconstruction import Reconstruction, norm
 from gradinv.attacks.walk_back import dense_block
-from gradinv.client import Update, expect_one_of, expect_update, loss_between, loss_of, outputs_of, working_copy
+from gradinv.client import Update, expect_one_of, expect_update, loss_of, outputs_of, working_copy
 from gradinv.layers import Layer, read, slope
 from gradinv.victims import Normalize
 
@@ -33,7 +34,8 @@ PATIENCE = 20
 AGREES = 1e-11  # relative; between a direction that was found and the one that its picture gives, in an exact gradient
 FAR = 0.2  # the same at most, however noisy: a unit near its kink that goes the other way changes this much
 REPRODUCES = 1e-13  # relative; the whole gradient of what was found, in double precision
-WHOLE = 1e-6  # how far a count may be from a whole number, and a pixel from [0, 1], in an exact gradient
+COUNTS = 1e-9  # how far a count may be from a whole number in an exact gradient
+VISIBLE = 1e-6  # how far a pixel may be from [0, 1], and how much a direction must turn to tell pictures apart
 POLISH = 2  # times that the directions are taken from the pictures, and the pictures from them
 PASSES = (nn.ReLU, nn.Dropout, nn.Flatten, nn.Unflatten, nn.Identity)
 MIXES = (_BatchNorm, _DropoutNd, nn.RReLU)  # in train mode
@@ -52,17 +54,18 @@ def unmix(update: Update, *, search: str = "l1", patience: int = PATIENCE, seed:
 
     Returns:
         pixels: (k, c, h, w), in any order: the k pictures that are certain, each once. None where none is. Certain is
-            one that, sent forward, gives its part of the gradient back, a whole number of times. In double precision
-            this leaves no room. With rounding or noise it is asked for to within 40 times the noise, a fifth at most.
+            one that, sent forward, gives its part of the gradient back, a whole number of times: to eleven digits in
+            double precision, else to within 40 times the noise, a fifth at most. A picture that would be in the batch
+            several times counts only where its direction turns with its pixels, for else it may be a mean.
         labels: (batch,) where the whole batch is certain, in the order of the pixels, a repeated picture's together.
         status: "recovered" where all together give the whole gradient; "approximate" where some are missing or the
             gradient is noisy; "weak gradient" for a zero gradient; "not applicable" for another network.
         loss: the relative distance between the whole gradient and that of what was found, 1 where pictures are missing.
         history: a dict a round with the layer, the directions found, how many there are, and the certain pictures.
 
-    A picture that is in the batch twice cannot be told from two that the layer sees as their mean. Pictures that are
-    alike to about 1e-5 count as one. Labels and a scale that the update declares wrongly make nothing certain, or are
-    corrected and named in `why`.
+    A picture that is in the batch twice cannot be told from two that the layer maps to one output, such as where it
+    has fewer units than pixels. Pictures that are alike to about 1e-5 may count as one. A scale that the update
+    declares wrongly is named in `why`, or makes nothing certain.
 
     Raises ValueError for a bad option, or labels that the network does not have.
     """
@@ -214,7 +217,8 @@ class _Mixture:
         self.space = sparse.Space(self.sent, update.batch_size)
         self.sent = self.sent.double()
         noise = 40 * self.space.noise
-        self.close, self.slack = (AGREES, WHOLE) if self.space.exact else (min(max(1e-5, noise), FAR),) * 2
+        self.close = AGREES if self.space.exact else min(max(1e-5, noise), FAR)
+        self.counts = COUNTS if self.space.exact else self.close
         self.model = working_copy(update.model, update.mode).double()
         outputs = outputs_of(self.model, weight.new_full((1, *update.input_shape), 0.5).double())
         every = torch.arange(outputs.shape[1]) if update.loss == "cross_entropy" else torch.tensor([-1, 1])
@@ -313,18 +317,36 @@ class _Mixture:
         A factor that the update does not declare is looked for where all pictures but for it are certain, and there are
         several: each is a check of the others.
         """
-        box = (pixels > -self.slack).flatten(1).all(1) & (pixels < 1 + self.slack).flatten(1).all(1)
+        slack = max(VISIBLE, self.close)
+        box = (pixels > -slack).flatten(1).all(1) & (pixels < 1 + slack).flatten(1).all(1)
         close, batch = box & (apart < self.close), self.update.batch_size
+        single = self._turn(pixels, times) > max(VISIBLE, self.close)
         for factor in (1.0, float(times.sum()) / batch):
             often = times / factor if factor > 0 else times * float("nan")
-            whole = ((often - often.round()).abs() < self.slack).all(1) & (often.sum(1) > 0.5)
+            whole = ((often - often.round()).abs() < self.counts).all(1) & (often.sum(1) > 0.5)
+            whole = whole & (single | (often.sum(1) < 1.5))
             several = factor == 1 or len(times) > 1 or batch == 1
             if several and (close & whole).all() and often.sum() < batch + 0.5:
                 times.div_(factor)
                 return close & whole, factor
-        whole = ((times - times.round()).abs() < self.slack).all(1) & (times.sum(1) > 0.5)
+        whole = ((times - times.round()).abs() < self.counts).all(1) & (times.sum(1) > 0.5)
+        whole = whole & (single | (times.sum(1) < 1.5))
         enough = times[close & whole].sum() < batch + 0.5
         return close & whole & enough, 1.0
+
+    def _turn(self, pixels: Tensor, times: Tensor) -> Tensor:
+        """How far each picture's direction turns when its pixels change by a thousandth.
+
+        Several pictures whose directions are alike, as with one logit or a network that is sure, look like their mean,
+        several times. Where the direction turns with the picture, only copies look so.
+        """
+        draw = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(0), dtype=pixels.dtype)
+        here, there = (
+            torch.einsum("ncm,nc->nm", self.given(each), times) for each in (pixels, pixels + 1e-3 * draw.to(pixels))
+        )
+        on = (here != 0) & (there != 0)  # a unit that goes on or off would hide how little the others turn
+        here, there = functional.normalize(here * on, dim=1), functional.normalize(there * on, dim=1)
+        return (there - here * (here * there).sum(1, keepdim=True)).norm(dim=1)
 
     def pictures(self, d: Tensor) -> Tensor:
         """The pictures (rank, ...) whose directions, dL/dz of the layer for each, are the columns of d."""
@@ -345,11 +367,17 @@ class _Mixture:
         """dL/dz (pictures, classes, units) of the layer for each picture by itself, with each label."""
         with self._seen(self.layer.name) as seen, torch.enable_grad():
             outputs = outputs_of(self.model, pixels)
-            marks = [label.expand(len(pixels)) for label in self.classes]
-            losses = torch.stack([len(pixels) * loss_between(outputs, mark, self.update.loss) for mark in marks])
-            each = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
-            (slopes,) = torch.autograd.grad(losses, seen[0], each, is_grads_batched=True)
-        return slopes.transpose(0, 1)
+            found = []
+            for labels in self.classes.split(100):
+                if self.update.loss == "logistic":
+                    slopes = -labels[:, None, None] * torch.sigmoid(-labels[:, None, None] * outputs)
+                else:
+                    slopes = outputs.softmax(1) - functional.one_hot(labels, outputs.shape[1])[:, None]
+                (sent,) = torch.autograd.grad(
+                    outputs, seen[0], slopes.detach(), is_grads_batched=True, retain_graph=True
+                )
+                found.append(sent)
+        return torch.cat(found).transpose(0, 1)
 
     def directions(self, pixels: Tensor, times: Tensor) -> Tensor:
         """dL/dz (units, pictures) of a batch in which each picture is so many times with each label."""
@@ -390,6 +418,9 @@ def _whole(update: Update, mixture: _Mixture, found: _Found) -> tuple:
     """The answer where every picture is certain: labels, and whether they give the whole gradient."""
     batch, often = update.batch_size, found.times.long()
     labels, apart = mixture.whole(found.pixels, often, found.factor)
+    if apart > FAR:
+        why = f"{_many(len(found.pixels))} certain, but no labels and scale that would give the whole gradient back"
+        return "approximate", why, found.pixels, None, apart
     why = _many(len(found.pixels))
     if len(found.pixels) < batch:
         why = f"{len(found.pixels)} different of a batch of {batch} pictures"
