@@ -15,7 +15,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from gradinv.attacks.reconstruction import norm
-from gradinv.client import Update, _check, expect_update, loss_between, outputs_of
+from gradinv.client import Update, _check, expect_update, gradient, loss_between, outputs_of
 
 
 def clip_norm(update: Update, bound: float) -> Update:
@@ -51,7 +51,7 @@ def prune(update: Update, share: float) -> Update:
     """
     expect_update(update)
     if not 0 <= share < 1:
-        raise ValueError(f"share must be at least 0 and below 1, got {share}: with 1 nothing would be sent")
+        raise ValueError(f"share must be at least 0 and below 1, got {share}: with all pruned nothing is sent")
     sizes = torch.cat([value.abs().flatten() for value in update.gradient.values()])
     kept = torch.ones_like(sizes, dtype=torch.bool)
     kept[sizes.argsort(stable=True)[: round(share * len(sizes))]] = False
@@ -62,13 +62,13 @@ def prune(update: Update, share: float) -> Update:
 def quantise(update: Update, bits: int) -> Update:
     """Each tensor rounded to the nearest of 2^bits levels, evenly spaced from its smallest entry to its largest."""
     expect_update(update)
-    if not isinstance(bits, int) or not 1 <= bits <= 16:
+    if not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= 16:
         raise ValueError(f"bits must be a whole number from 1 to 16, got {bits!r}")
 
     def rounded(value: Tensor) -> Tensor:
-        low, high = value.aminmax()
+        low, high = value.double().aminmax()
         step = (high - low) / (2**bits - 1)
-        return value if step == 0 else low + step * ((value - low) / step).round()
+        return value if step == 0 else (low + step * ((value - low) / step).round()).to(value.dtype)
 
     return _each(update, rounded)
 
@@ -82,14 +82,15 @@ def private_gradient(
     noise_multiplier: float,
     expected_batch: float | int | None = None,
     loss: str = "cross_entropy",
-    reveal_labels: bool = True,
-    seed: int = 0,
+    reveal_labels: bool = False,
+    seed: int | None = None,
 ) -> Update:
     """One release of DP-SGD: the clipped gradients of the pictures, summed, with noise, over the expected batch size.
 
     The noise on the averaged gradient has standard deviation noise_multiplier * clip / expected_batch. Computed by
-    Opacus (Yousefpour et al. 2021); what it guarantees follows from `privacy.epsilon` and
-    `privacy.reconstruction_bound`.
+    Opacus (Yousefpour et al. 2021); what it guarantees follows from `privacy.gaussian_epsilon`,
+    `privacy.sampled_epsilon` and `privacy.reconstruction_bound`. The update says the expected batch size and not how
+    many were drawn, since that would tell who was.
 
     Args:
         model: as in `client.gradient`, in eval mode, with no layer that mixes the pictures of a batch.
@@ -99,11 +100,14 @@ def private_gradient(
         noise_multiplier: standard deviation of the noise, as a multiple of `clip`.
         expected_batch: what the sum is divided by; with Poisson sampling the sample rate times the number of pictures,
             which does not depend on who was drawn. By default n.
-        seed: of the noise. Anyone who knows it can take the noise away, so a real client draws it in secret.
+        reveal_labels: whether the labels go with it, which no noise protects; only where as many pictures were drawn
+            as expected.
+        seed: of the noise; by default it is drawn in secret, as a client must. Whoever knows a seed, or sees two
+            releases with the same one, can take the noise away.
 
     Raises:
-        ValueError: noise without a finite clip, a layer that Opacus cannot take apart (batch norm), or what
-            `client.gradient` refuses.
+        ValueError: noise without a finite clip, a layer that Opacus cannot take apart, a model in which the pictures of
+            a batch meet (batch norm), or what `client.gradient` refuses.
     """
     from opacus.optimizers import DPOptimizer  # slow to import
 
@@ -115,6 +119,8 @@ def private_gradient(
             "clip must be finite where noise_multiplier is above 0, got inf: a gradient of any size has no "
             "sensitivity to scale the noise by, so the noise would guarantee nothing"
         )
+    if expected_batch is None and not len(pixels):
+        raise ValueError("expected_batch must be given where nobody was drawn: the sum is divided by it")
     expected_batch = len(pixels) if expected_batch is None else expected_batch
     _positive("expected_batch", expected_batch)
     net = _per_picture(model, pixels, labels, loss)
@@ -127,15 +133,14 @@ def private_gradient(
         generator=_generator(next(net.parameters()).device, seed),
     )
     optimizer.pre_step()
-    count = len(pixels)
+    batch = max(1, round(expected_batch))
     return Update(
         model,
         {name: value.grad for name, value in parameters.items()},
         tuple(pixels.shape[1:]),
-        max(count, 1),
-        labels.clone() if reveal_labels and count else None,
+        batch,
+        labels.clone() if reveal_labels and len(pixels) == batch else None,
         loss,
-        scale=max(count, 1) / expected_batch,
     )
 
 
@@ -161,6 +166,16 @@ def _per_picture(model: nn.Module, pixels: Tensor, labels: Tensor, loss: str) ->
 
     if len(pixels):
         _check(model, pixels, labels, loss)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("model must have a parameter with requires_grad=True, got none: nothing would be sent")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and (
+            isinstance(module, nn.modules.batchnorm._BatchNorm) or module.track_running_stats
+        ):
+            raise ValueError(
+                f"model must not have {type(module).__name__} ({name}): it mixes the pictures of a batch, so that none "
+                "has a gradient of its own to clip; use group norm (nn.GroupNorm) in its place"
+            )
     copied = copy.deepcopy(model).eval()
     for module in copied.modules():
         module.training = bool(module._parameters)  # Opacus looks at these only; dropout has none and stays off
@@ -169,28 +184,48 @@ def _per_picture(model: nn.Module, pixels: Tensor, labels: Tensor, loss: str) ->
     try:
         net = GradSampleModule(copied)
     except NotImplementedError as error:
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-            raise ValueError(
-                "model must not have batch norm: it mixes the pictures of a batch, so that none has a gradient of its "
-                "own to clip; use group norm (nn.GroupNorm) in its place"
-            ) from error
         raise ValueError(f"model has a layer whose gradient Opacus cannot take apart by picture: {error}") from error
     if len(pixels):
         with warnings.catch_warnings():  # Opacus hooks the output, as it should: no input requires a gradient
             warnings.filterwarnings("ignore", "Full backward hook is firing")
-            loss_between(outputs_of(net, pixels), labels, loss).backward()
+            outputs = outputs_of(net, pixels)
+            if loss == "cross_entropy" and labels.max() >= outputs.shape[1]:
+                raise ValueError(f"labels must lie in 0 to {outputs.shape[1] - 1} for this model, got {labels.max()}")
+            loss_between(outputs, labels, loss).backward()
     for parameter in net.parameters():
         if parameter.requires_grad and getattr(parameter, "grad_sample", None) is None:
             parameter.grad_sample = parameter.new_zeros(len(pixels), *parameter.shape)
+    if len(pixels) > 1:
+        _expect_apart(model, net, pixels[:1], labels[:1], loss)
     return net
 
 
+def _expect_apart(model: nn.Module, net: nn.Module, pixels: Tensor, labels: Tensor, loss: str) -> None:
+    """Raise ValueError unless the first picture has the gradient in the batch that it has alone, in eval mode."""
+    alone = gradient(model, pixels, labels, loss=loss).gradient
+    together = {name: value for name, value in net._module.named_parameters() if value.requires_grad}
+    apart = norm(together[name].grad_sample[0] - value for name, value in alone.items())
+    if not apart <= 0.05 * norm(alone.values()) + 1e-6:
+        raise ValueError(
+            "model must treat each picture of a batch by itself: the first one's gradient is another in this batch "
+            "than alone, so that clipping it bounds nothing"
+        )
+
+
 def _each(update: Update, change) -> Update:
+    if not all(value.isfinite().all() for value in update.gradient.values()):
+        raise ValueError("update must have a finite gradient, got NaN or infinite entries: nothing bounds those")
     return replace(update, gradient={name: change(value) for name, value in update.gradient.items()})
 
 
-def _generator(device: torch.device, seed: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
+def _generator(device: torch.device, seed: int | None) -> torch.Generator:
+    generator = torch.Generator(device)
+    if seed is None:
+        generator.seed()
+        return generator
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+    return generator.manual_seed(seed)
 
 
 def _positive(argument: str, value: float | int, *, finite: bool = True) -> None:

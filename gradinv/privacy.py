@@ -69,7 +69,7 @@ def sampled_epsilon(noise_multiplier: float, delta: float, *, sample_rate: float
     accountant.history = [(noise_multiplier, sample_rate, steps)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the rough estimate that only sets the range of its grid
-        return float(accountant.get_epsilon(delta=delta))
+        return max(0.0, float(accountant.get_epsilon(delta=delta)))
 
 
 def noise_for(epsilon: float, delta: float, *, sample_rate: float, steps: int) -> float:
@@ -80,7 +80,10 @@ def noise_for(epsilon: float, delta: float, *, sample_rate: float, steps: int) -
     _probability("delta", delta)
     _sampling(sample_rate, steps)
     if sample_rate == 1:
-        return brentq(lambda noise: gaussian_epsilon(noise, delta, steps) - epsilon, 1e-3, 1e6)
+        least, most = 1e-3 * math.sqrt(steps), 1e9 * math.sqrt(steps)
+        if not gaussian_epsilon(most, delta, steps) < epsilon < gaussian_epsilon(least, delta, steps):
+            raise ValueError(f"epsilon must be one that some noise between {least:g} and {most:g} gives, got {epsilon}")
+        return brentq(lambda noise: gaussian_epsilon(noise, delta, steps) - epsilon, least, most)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as above
         return get_noise_multiplier(
@@ -106,7 +109,7 @@ def sampled_bound(
 
     By the lemma of Neyman and Pearson the worst event of probability `prior` without the picture is a large likelihood
     ratio. Its threshold is a quantile of `samples` draws without the picture, its probability a share of as many draws
-    with it.
+    with it. So it is the bound up to the error of drawing, about 1 / sqrt(samples).
     """
     _probability("prior", prior)
     _above_zero("noise_multiplier", noise_multiplier)
@@ -121,7 +124,11 @@ def sampled_bound(
         noise[1] += drawn / noise_multiplier**2
         without += _ratio(noise[0].double() - 0.5 / noise_multiplier**2, sample_rate)
         with_it += _ratio(noise[1].double() - 0.5 / noise_multiplier**2, sample_rate)
-    return float((with_it > without.quantile(1 - prior)).double().mean())
+    threshold = without.quantile(1 - prior)
+    above, at = (float((without > threshold).double().mean()), float((without == threshold).double().mean()))
+    reached, tied = (float((with_it > threshold).double().mean()), float((with_it == threshold).double().mean()))
+    share = min(max((prior - above) / at, 0.0), 1.0) if at else 0.0  # of the ties, so that the event has the prior
+    return max(reached + share * tied, prior)
 
 
 def guess_candidate(
@@ -148,6 +155,10 @@ def guess_candidate(
         raise ValueError(
             f"candidates must have {len(release)} columns like the gradient, got {tuple(candidates.shape)}"
         )
+    if not len(candidates) or not candidates.isfinite().all():
+        raise ValueError("candidates must be at least one row of finite numbers")
+    if others is not None and others.shape != release.shape:
+        raise ValueError(f"others must have {len(release)} entries like the gradient, got shape {tuple(others.shape)}")
     rest = release if others is None else release - others
     return int((candidates - rest).norm(dim=1).argmin())
 
@@ -166,6 +177,10 @@ def guessing_rate(
         std: deviation of the noise on the summed gradient, the noise multiplier times the clipping norm.
     """
     _above_zero("std", std)
+    if not len(grams) or grams.shape[1] != grams.shape[2] or not grams.isfinite().all():
+        raise ValueError(f"grams must be finite, square and one a step at least, got shape {tuple(grams.shape)}")
+    if trials < 1:
+        raise ValueError(f"trials must be at least 1, got {trials}")
     _sampling(sample_rate, len(grams))
     draws = torch.Generator().manual_seed(seed)
     count = grams.shape[1]
@@ -200,8 +215,8 @@ def _shift(noise_multiplier: float, releases: int) -> float:
 def _sampling(sample_rate: float, steps: int) -> None:
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate must lie above 0 and at most at 1, got {sample_rate}")
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
 
 
 def _probability(argument: str, value: float) -> None:

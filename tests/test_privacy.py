@@ -235,7 +235,10 @@ def test_a_training_stays_below_its_bound(sample_rate):
         (lambda: gaussian_epsilon(1.0, 1e-5, 0), "releases must be a whole number of at least 1, got 0"),
         (lambda: gaussian_delta(1.0, -1.0), "epsilon must be a finite number of at least 0, got -1"),
         (lambda: sampled_epsilon(1.0, 1e-5, sample_rate=0.0, steps=1), "sample_rate must lie above 0 and at most at 1"),
-        (lambda: sampled_epsilon(1.0, 1e-5, sample_rate=0.1, steps=0), "steps must be at least 1, got 0"),
+        (
+            lambda: sampled_epsilon(1.0, 1e-5, sample_rate=0.1, steps=0),
+            "steps must be a whole number of at least 1, got 0",
+        ),
         (lambda: noise_for(0.0, 1e-5, sample_rate=0.1, steps=1), "epsilon must be a finite number above 0, got 0"),
         (lambda: reconstruction_bound(1.0, 1.0), "prior must lie between 0 and 1, got 1"),
         (lambda: sampled_bound(1e-4, 1.0, sample_rate=0.1, steps=1), "samples must be at least 1000000 for a prior"),
@@ -254,3 +257,17 @@ def test_candidates_must_fit_the_release():
     with pytest.raises(ValueError, match=r"candidates must have 10 columns like the gradient, got \(3, 9\)"):
         guess_candidate(release, torch.zeros(3, 9), expected_batch=1.0)
     assert privacy.guess_candidate(release, torch.zeros(3, 10), expected_batch=1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("prior", "noise", "rate"), [(0.5, 0.1, 0.01), (0.1, 1e-3, 0.5), (0.1, 0.5, 0.5), (0.1, 2.0, 0.1)]
+)
+def test_one_sampled_step_has_a_closed_form(prior, noise, rate):
+    """Without the picture half of a mixture of one step is the same, so the best event is that of the Gaussian."""
+    expected = (1 - rate) * prior + rate * privacy.reconstruction_bound(prior, noise)
+    found = privacy.sampled_bound(prior, noise, sample_rate=rate, steps=1)
+    assert found >= prior and abs(found - expected) < 0.01
+
+
+def test_sampled_epsilon_is_never_negative():
+    assert privacy.sampled_epsilon(5.0, 0.9, sample_rate=0.01, steps=10) >= 0
