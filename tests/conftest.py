@@ -3,6 +3,7 @@
 import os
 
 import matplotlib
+import numpy as np
 import pytest
 import torch
 
@@ -24,3 +25,22 @@ def pytest_collection_modifyitems(items):
 def seed():
     """Every test draws the same numbers, whichever tests run before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def trained_on_brightness(tmp_path, monkeypatch):
+    """Call it with a number of levels: 160 pictures whose label is their brightness, and a folder for what comes of
+    training on them."""
+    from gradinv import data, train, victims  # not before pytest has set up the check of shapes
+
+    def make(levels):
+        brightness = np.random.default_rng(0).integers(0, levels, 160)
+        images = np.full((160, 32, 32, 3), (255 // levels * brightness)[:, None, None, None], np.uint8)
+        monkeypatch.setenv("GRADINV_DATA", str(tmp_path / "data"))
+        data.write_npz(tmp_path / "data/cifar10/train.npz", images, brightness, data.CIFAR10_CLASSES, "made here")
+        monkeypatch.setattr(victims, "WEIGHTS", tmp_path / "weights")
+        monkeypatch.setattr(train, "TRAINED_ON", 128)
+        monkeypatch.setattr(train, "HELD_OUT", 32)
+        return tmp_path / "weights"
+
+    return make

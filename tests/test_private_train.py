@@ -2,29 +2,22 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
-from gradinv import __main__, client, data, privacy, private_train, train, victims
+from gradinv import __main__, client, data, privacy, private_train
 from gradinv.private_train import PRIVATE_BUDGETS, Budget, small_cnn, train_privately
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch):
-    """A training set of 160 dark and bright pictures, a few steps over it, and a place for records."""
-    bright = np.random.default_rng(0).integers(0, 2, 160)
-    images = np.full((160, 32, 32, 3), (255 * bright)[:, None, None, None], np.uint8)
-    monkeypatch.setenv("GRADINV_DATA", str(tmp_path / "data"))
-    data.write_npz(tmp_path / "data/cifar10/train.npz", images, bright, data.CIFAR10_CLASSES, "made here")
-    monkeypatch.setattr(victims, "WEIGHTS", tmp_path / "weights")
-    monkeypatch.setattr(train, "TRAINED_ON", 128)
-    monkeypatch.setattr(train, "HELD_OUT", 32)
+def small(trained_on_brightness, monkeypatch):
+    """A budget of a few short steps, and the place for its record."""
+    weights = trained_on_brightness(2)
     monkeypatch.setattr(private_train, "EXPECTED_BATCH", 32)
     monkeypatch.setattr(private_train, "EPOCHS", 2)
     monkeypatch.setattr(private_train, "CANDIDATES", 4)
     monkeypatch.setitem(PRIVATE_BUDGETS, "small", Budget(8.0))
-    return tmp_path / "weights"
+    return weights
 
 
 def test_a_budget_is_kept_and_stored(small):

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,19 +9,13 @@ from gradinv import data, train, victims
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch):
-    """A training set of 160 pictures whose label is their brightness, and a place for weights."""
-    brightness = np.random.default_rng(0).integers(0, 10, 160)
-    images = np.full((160, 32, 32, 3), (25 * brightness)[:, None, None, None], np.uint8)
-    monkeypatch.setenv("GRADINV_DATA", str(tmp_path / "data"))
-    data.write_npz(tmp_path / "data/cifar10/train.npz", images, brightness, data.CIFAR10_CLASSES, "made here")
-    monkeypatch.setattr(victims, "WEIGHTS", tmp_path / "weights")
-    monkeypatch.setattr(train, "TRAINED_ON", 128)
-    monkeypatch.setattr(train, "HELD_OUT", 32)
+def small(trained_on_brightness, monkeypatch):
+    """A recipe of three short epochs, and the place for its weights."""
+    weights = trained_on_brightness(10)
     monkeypatch.setattr(train, "BATCH", 32)
     recipe = train.Recipe(lambda: victims.fc((3072, 16, 10)), epochs=3, lr=0.05, augment=True, snapshots=(1,))
     monkeypatch.setitem(train.RECIPES, "small", recipe)
-    return tmp_path / "weights"
+    return weights
 
 
 def test_a_recipe_stores_its_snapshots(small):
