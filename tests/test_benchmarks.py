@@ -139,3 +139,13 @@ def test_the_recursive_race_writes_its_tables(recursive_race, monkeypatch, tmp_p
         assert row["error"] < 1e-4 and row["error_ours"] < 1e-4
     printed = capsys.readouterr().out
     assert all(f"\n{part}\n" in printed for part in ("size", "dense", "public"))
+
+
+def test_the_cost_of_unmixing_is_printed():
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/benchmarks/unmix.py", "--quick"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    header, *rows = done.stdout.strip().splitlines()
+    assert header.split() == ["pictures", "units", "time", "draws", "error"] and len(rows) == 2
+    assert all(float(row.split()[-1]) < 1e-9 for row in rows)

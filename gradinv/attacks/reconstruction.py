@@ -26,7 +26,7 @@ class Reconstruction:
     """The answer of an attack.
 
     pixels: (n, c, h, w) or (n, features), or None where there is no picture to show. Not clamped. A closed form
-        that can only give a mixture of the batch gives one picture.
+        that can only give a mixture of the batch gives one picture, and `unmix` only those that are certain.
     labels: (batch,) int64 where known or found, else None.
     status: one of `STATUSES`; why: the reason in words.
     loss: what the attack minimised, at the end (0 for a closed form).
