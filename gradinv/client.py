@@ -99,6 +99,12 @@ def expect_one_of(argument: str, value, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{argument} must be one of {', '.join(allowed)}, got {value!r}")
 
 
+def expect_positive(argument: str, value: float | int, *, finite: bool = True) -> None:
+    """Raise ValueError unless a number is above zero and, if so asked, finite."""
+    if not 0 < value <= float("inf") or (finite and value == float("inf")):
+        raise ValueError(f"{argument} must be a {'finite ' if finite else ''}number above 0, got {value}")
+
+
 @torch.enable_grad()
 def gradient(
     model: nn.Module,

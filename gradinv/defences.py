@@ -15,13 +15,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from gradinv.attacks.reconstruction import norm
-from gradinv.client import Update, _check, expect_update, gradient, loss_between, outputs_of
+from gradinv.client import Update, _check, expect_positive, expect_update, gradient, loss_between, outputs_of
 
 
 def clip_norm(update: Update, bound: float) -> Update:
     """The gradient shortened to norm `bound` over all parameters together, where it is longer. Its direction stays."""
     expect_update(update)
-    _positive("bound", bound)
+    expect_positive("bound", bound)
     size = norm(update.gradient.values())
     return update if size <= bound else _each(update, lambda value: value * (bound / size))
 
@@ -66,9 +66,10 @@ def quantise(update: Update, bits: int) -> Update:
         raise ValueError(f"bits must be a whole number from 1 to 16, got {bits!r}")
 
     def rounded(value: Tensor) -> Tensor:
-        low, high = value.double().aminmax()
+        wide = value.double()  # in single precision the step between tiny entries would be zero
+        low, high = wide.aminmax()
         step = (high - low) / (2**bits - 1)
-        return value if step == 0 else (low + step * ((value - low) / step).round()).to(value.dtype)
+        return value if step == 0 else (low + step * ((wide - low) / step).round()).to(value.dtype)
 
     return _each(update, rounded)
 
@@ -111,7 +112,7 @@ def private_gradient(
     """
     from opacus.optimizers import DPOptimizer  # slow to import
 
-    _positive("clip", clip, finite=False)
+    expect_positive("clip", clip, finite=False)
     if not 0 <= noise_multiplier < math.inf:
         raise ValueError(f"noise_multiplier must be a finite number of at least 0, got {noise_multiplier}")
     if noise_multiplier > 0 and clip == math.inf:
@@ -122,7 +123,7 @@ def private_gradient(
     if expected_batch is None and not len(pixels):
         raise ValueError("expected_batch must be given where nobody was drawn: the sum is divided by it")
     expected_batch = len(pixels) if expected_batch is None else expected_batch
-    _positive("expected_batch", expected_batch)
+    expect_positive("expected_batch", expected_batch)
     net = _per_picture(model, pixels, labels, loss)
     parameters = {name: value for name, value in net._module.named_parameters() if value.requires_grad}
     optimizer = DPOptimizer(
@@ -153,7 +154,7 @@ def clipped_gradients(
     loss: str = "cross_entropy",
 ) -> Float[Tensor, "n parameters"]:
     """Each picture's gradient by itself, clipped as in `private_gradient`, all parameters in one row."""
-    _positive("clip", clip, finite=False)
+    expect_positive("clip", clip, finite=False)
     net = _per_picture(model, pixels, labels, loss)
     rows = torch.cat([value.grad_sample.flatten(1) for value in net.parameters() if value.requires_grad], 1)
     return rows * (clip / (rows.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)  # the 1e-6 is Opacus's
@@ -226,8 +227,3 @@ def _generator(device: torch.device, seed: int | None) -> torch.Generator:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
     return generator.manual_seed(seed)
-
-
-def _positive(argument: str, value: float | int, *, finite: bool = True) -> None:
-    if not 0 < value <= math.inf or (finite and value == math.inf):
-        raise ValueError(f"{argument} must be a {'finite ' if finite else ''}number above 0, got {value}")

@@ -14,7 +14,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr, ndtri
 from torch import Tensor
 
-from gradinv.client import Update, expect_update
+from gradinv.client import Update, expect_positive, expect_update
 
 
 def implied_multiplier(std: float, *, clip: float, expected_batch: float | int = 1) -> float:
@@ -22,8 +22,8 @@ def implied_multiplier(std: float, *, clip: float, expected_batch: float | int =
 
     Raises ValueError where nothing is clipped: noise alone guarantees nothing.
     """
-    _above_zero("std", std)
-    _above_zero("expected_batch", expected_batch)
+    expect_positive("std", std)
+    expect_positive("expected_batch", expected_batch)
     if not 0 < clip < math.inf:
         raise ValueError(
             f"clip must be a finite number above 0, got {clip}: noise without clipping guarantees nothing, since one "
@@ -60,7 +60,7 @@ def sampled_epsilon(noise_multiplier: float, delta: float, *, sample_rate: float
     """The epsilon of DP-SGD with Poisson sampling, by Opacus's PRV accountant (to about 0.01); exact without."""
     from opacus.accountants import PRVAccountant  # slow to import
 
-    _above_zero("noise_multiplier", noise_multiplier)
+    expect_positive("noise_multiplier", noise_multiplier)
     _probability("delta", delta)
     _sampling(sample_rate, steps)
     if sample_rate == 1:
@@ -76,7 +76,7 @@ def noise_for(epsilon: float, delta: float, *, sample_rate: float, steps: int) -
     """The noise multiplier with which DP-SGD stays within (epsilon, delta), by the same accountant."""
     from opacus.accountants.utils import get_noise_multiplier  # slow to import
 
-    _above_zero("epsilon", epsilon)
+    expect_positive("epsilon", epsilon)
     _probability("delta", delta)
     _sampling(sample_rate, steps)
     if sample_rate == 1:
@@ -112,7 +112,7 @@ def sampled_bound(
     with it. So it is the bound up to the error of drawing, about 1 / sqrt(samples).
     """
     _probability("prior", prior)
-    _above_zero("noise_multiplier", noise_multiplier)
+    expect_positive("noise_multiplier", noise_multiplier)
     _sampling(sample_rate, steps)
     if samples * prior < 100:
         raise ValueError(f"samples must be at least {math.ceil(100 / prior)} for a prior of {prior}, got {samples}")
@@ -149,7 +149,7 @@ def guess_candidate(
     Returns the index of the candidate that explains the release best: with Gaussian noise, the nearest.
     """
     expect_update(update)
-    _above_zero("expected_batch", expected_batch)
+    expect_positive("expected_batch", expected_batch)
     release = torch.cat([value.flatten() for value in update.gradient.values()]) * expected_batch
     if candidates.shape[1:] != release.shape:
         raise ValueError(
@@ -176,7 +176,7 @@ def guessing_rate(
         grams: the inner products of the candidates' clipped gradients at each step.
         std: deviation of the noise on the summed gradient, the noise multiplier times the clipping norm.
     """
-    _above_zero("std", std)
+    expect_positive("std", std)
     if not len(grams) or grams.shape[1] != grams.shape[2] or not grams.isfinite().all():
         raise ValueError(f"grams must be finite, square and one a step at least, got shape {tuple(grams.shape)}")
     if trials < 1:
@@ -206,7 +206,7 @@ def _ratio(exponent: Tensor, sample_rate: float) -> Tensor:
 
 def _shift(noise_multiplier: float, releases: int) -> float:
     """How far the picture moves the releases together, in deviations of their noise."""
-    _above_zero("noise_multiplier", noise_multiplier)
+    expect_positive("noise_multiplier", noise_multiplier)
     if not isinstance(releases, int) or releases < 1:
         raise ValueError(f"releases must be a whole number of at least 1, got {releases!r}")
     return math.sqrt(releases) / noise_multiplier
@@ -227,8 +227,3 @@ def _probability(argument: str, value: float) -> None:
 def _at_least_zero(argument: str, value: float) -> None:
     if not 0 <= value < math.inf:
         raise ValueError(f"{argument} must be a finite number of at least 0, got {value}")
-
-
-def _above_zero(argument: str, value: float | int) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{argument} must be a finite number above 0, got {value}")

@@ -6,11 +6,14 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 os.environ.pop("GRADINV_DATA", None)
 os.environ.pop("GRADINV_RECORD", None)
 matplotlib.use("agg")
 torch.set_num_threads(1)
+settings.register_profile("same", derandomize=True)  # --hypothesis-profile=default draws others
+settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items):

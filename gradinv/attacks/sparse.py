@@ -95,9 +95,10 @@ def independent(space: Space, first: Tensor, directions: Tensor) -> Tensor:
     order = space.zeros(directions).sum(1).argsort(descending=True, stable=True)
     chosen = directions[:0]
     left = torch.eye(space.rank, dtype=directions.dtype, device=directions.device)  # what the chosen ones do not span
+    new = max(1e-4, 20 * float(space.zero.median()))  # what is less is one of them again, but for noise
     for direction in torch.cat([first, directions[order]]):
         rest = left @ direction
-        if rest.norm() > max(1e-4, 20 * float(space.zero.median())):  # else one of them again, but for noise
+        if rest.norm() > new:
             chosen = torch.cat([chosen, direction[None]])
             rest = rest / rest.norm()
             left = left - torch.outer(rest, rest)
@@ -167,9 +168,9 @@ def _within(space: Space, null: Tensor, generator: torch.Generator, draws: int) 
 
 def _singled_out(space: Space, directions: Tensor) -> Tensor:
     """Those with enough zeros, of which no other direction has all; each at the null vector of all its zeros."""
-    found = [directions[:0]]
+    found, enough = [directions[:0]], space.enough()
     for zeros in space.zeros(directions):
-        if zeros.sum() < space.enough():
+        if zeros.sum() < enough:
             continue
         sizes, vectors = torch.linalg.eigh(space.rows[zeros].T @ space.rows[zeros])
         if sizes[1] > max(1e-6, 10 * float(space.zero[zeros].square().sum())):  # else the null space is larger

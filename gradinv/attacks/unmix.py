@@ -294,22 +294,22 @@ class _Mixture:
         pixels = self.pictures(d)
         times, apart = self.times(d, pixels)
         certain, factor = self.certain(pixels, times, apart)
+        times = (times / factor).round()
         if certain.all():
-            pixels = self.polished(d, pixels, factor * times.round())
-        return _Found(len(directions), rank, certain, pixels, times.round(), factor)
+            pixels = self.polished(d, pixels, factor * times)
+        return _Found(len(directions), rank, certain, pixels, times, factor)
 
     def polished(self, d: Tensor, pixels: Tensor, times: Tensor) -> Tensor:
         """The pictures of the directions that the pictures give, which say more exactly what they should be.
 
         Unless they explain the gradient less well: with noise, a unit near its kink may go the other way in a picture.
         """
-        apart = [(d @ (d.pinverse() @ self.sent) - self.sent).norm()]
-        better = pixels
+        better, sharper = pixels, d
         for _ in range(POLISH):
-            d = self.directions(better, times)
-            better = self.pictures(d)
-            apart.append((d @ (d.pinverse() @ self.sent) - self.sent).norm())
-        return better if apart[-1] < 1.1 * apart[0] + 1e-12 * self.sent.norm() else pixels
+            sharper = self.directions(better, times)
+            better = self.pictures(sharper)
+        before, after = ((each @ (each.pinverse() @ self.sent) - self.sent).norm() for each in (d, sharper))
+        return better if after < 1.1 * before + 1e-12 * self.sent.norm() else pixels
 
     def certain(self, pixels: Tensor, times: Tensor, apart: Tensor) -> tuple[Tensor, float]:
         """Which pictures give their direction back, a whole number of times, and the factor that this takes.
@@ -317,22 +317,23 @@ class _Mixture:
         A factor that the update does not declare is looked for where all pictures but for it are certain, and there are
         several: each is a check of the others.
         """
-        slack = max(VISIBLE, self.close)
+        slack, batch = max(VISIBLE, self.close), self.update.batch_size
         box = (pixels > -slack).flatten(1).all(1) & (pixels < 1 + slack).flatten(1).all(1)
-        close, batch = box & (apart < self.close), self.update.batch_size
-        single = self._turn(pixels, times) > max(VISIBLE, self.close)
-        for factor in (1.0, float(times.sum()) / batch):
-            often = times / factor if factor > 0 else times * float("nan")
-            whole = ((often - often.round()).abs() < self.counts).all(1) & (often.sum(1) > 0.5)
-            whole = whole & (single | (often.sum(1) < 1.5))
-            several = factor == 1 or len(times) > 1 or batch == 1
-            if several and (close & whole).all() and often.sum() < batch + 0.5:
-                times.div_(factor)
-                return close & whole, factor
-        whole = ((times - times.round()).abs() < self.counts).all(1) & (times.sum(1) > 0.5)
-        whole = whole & (single | (times.sum(1) < 1.5))
-        enough = times[close & whole].sum() < batch + 0.5
-        return close & whole & enough, 1.0
+        close = box & (apart < self.close)
+        turns = torch.ones_like(close)
+        if (times.sum(1) > 1.5).any():
+            turns = self._turn(pixels, times) > slack
+
+        def whole(factor: float) -> Tensor:
+            often = times / factor
+            near = ((often - often.round()).abs() < self.counts).all(1) & (often.sum(1) > 0.5)
+            sure = close & near & (turns | (often.sum(1) < 1.5))
+            return sure & (often[sure].sum() < batch + 0.5)
+
+        found, total = whole(1.0), float(times.sum())
+        if not found.all() and total > 0 and (len(times) > 1 or batch == 1) and whole(total / batch).all():
+            return whole(total / batch), total / batch
+        return found, 1.0
 
     def _turn(self, pixels: Tensor, times: Tensor) -> Tensor:
         """How far each picture's direction turns when its pixels change by a thousandth.
@@ -435,7 +436,7 @@ def _whole(update: Update, mixture: _Mixture, found: _Found) -> tuple:
     ):
         return "approximate", f"{why} have other labels than the update declares", found.pixels, None, apart
     labels = labels if often.sum() == batch else None
-    dtype = mixture.update.gradient[f"{mixture.layer.name}.weight"].dtype
+    dtype = update.gradient[f"{mixture.layer.name}.weight"].dtype
     if apart < (REPRODUCES if dtype == torch.float64 else 100 * torch.finfo(dtype).eps):
         return "recovered", f"{why} give the whole gradient back", found.pixels, labels, apart
     return "approximate", f"{why} give the gradient back up to a relative {apart:.1e}", found.pixels, labels, apart
