@@ -18,19 +18,64 @@ MODES = ("eval", "train")
 
 
 @dataclass(frozen=True)
+class LocalTraining:
+    """How a client trains before it sends its change of weights: plain SGD, as the protocol fixes it.
+
+    epochs: passes over the client's pictures.
+    batch_size: pictures a step; None takes all at once. A last batch that is smaller is kept.
+    lr, momentum, weight_decay: as in `torch.optim.SGD`.
+    shuffle: the seed of a new order in each epoch; None keeps the order.
+
+    Raises ValueError for a number out of its range.
+    """
+
+    epochs: int = 1
+    batch_size: int | None = None
+    lr: float = 1e-2
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    shuffle: int | None = None
+
+    def __post_init__(self):
+        for argument, least in (("epochs", 1), ("batch_size", 1), ("shuffle", 0)):
+            value = getattr(self, argument)
+            if value is None and argument != "epochs":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
+        if not 0 < self.lr < float("inf"):
+            raise ValueError(f"lr must be a positive number, got {self.lr}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}")
+        if not 0 <= self.weight_decay < float("inf"):
+            raise ValueError(f"weight_decay must be a number of at least 0, got {self.weight_decay}")
+
+    def batches(self, count: int) -> list[Tensor]:
+        """Which of `count` pictures each step takes, one int64 tensor a step."""
+        generator = None if self.shuffle is None else torch.Generator().manual_seed(self.shuffle)
+        steps: list[Tensor] = []
+        for _ in range(self.epochs):
+            order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
+            steps += order.split(self.batch_size or count)
+        return steps
+
+
+@dataclass(frozen=True)
 class Update:
     """One message from a client to the server.
 
     model: the global model as the server has it. Attacks work on a copy and leave it as it was.
-    gradient: mean gradient over the batch by parameter name, in `model.named_parameters()` order. A part of
-        the names is allowed: an attack then says what that part still gives away.
+    gradient: mean gradient over the batch by parameter name, in `model.named_parameters()` order; after local
+        training the server's weights less the client's. A part of the names is allowed: an attack then says what that
+        part still gives away.
     input_shape: (channels, height, width), or (features,), of one picture.
-    batch_size: how many pictures the gradient averages.
+    batch_size: how many pictures the gradient averages, or the client trained on.
     labels: (n,) int64 where the protocol makes them public, else None.
     loss: "cross_entropy" (mean over the batch) or "logistic" (one logit, labels -1 or +1).
     mode: batch norm in "eval" uses the model's running statistics, in "train" those of the batch.
     scale: the gradient is this many times that of the mean loss: `batch_size` for a sum over the batch, 0.5 for
         half the loss. Only what compares sizes needs it, such as the Euclidean distance.
+    local: how the client trained, where it sends a change of weights; None for a gradient.
     pruned: an entry that is exactly zero was left out by the client (`defences.prune`) and says nothing.
     """
 
@@ -43,6 +88,7 @@ class Update:
     mode: str = "eval"
     scale: float = 1.0
     pruned: bool = False
+    local: LocalTraining | None = None
 
     def __post_init__(self):
         if not isinstance(self.model, nn.Module):
@@ -154,6 +200,48 @@ def gradient(
         mode,
         scale,
     )
+
+
+@torch.enable_grad()
+def local_update(
+    model: nn.Module,
+    pixels: Float[Tensor, "n ..."],
+    labels: Int64[Tensor, " n"],
+    local: LocalTraining,
+    *,
+    loss: str = "cross_entropy",
+    reveal_labels: bool = True,
+    mode: str = "eval",
+) -> Update:
+    """What federated averaging sends: the server's weights less those after some local steps (McMahan et al. 2017).
+
+    One step without weight decay is lr times the gradient.
+
+    Args:
+        model, pixels, labels, loss, reveal_labels, mode: as in `gradient`. Running statistics of batch norm change
+            during local training in train mode, in the client's copy, and are not sent.
+        local: how the client trains.
+
+    Raises:
+        ValueError: as `gradient` does, or where a step leaves the finite numbers.
+    """
+    if not isinstance(local, LocalTraining):
+        raise ValueError(f"local must be a LocalTraining, got {type(local).__name__}")
+    gradient(model, pixels, labels, loss=loss, mode=mode if len(pixels) > 1 else "eval")  # the checks of all arguments
+    working = working_copy(model, mode)
+    trained = {name: working.get_parameter(name) for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), local.lr, momentum=local.momentum, weight_decay=local.weight_decay)
+    for step, chosen in enumerate(local.batches(len(pixels)), 1):
+        chosen = chosen.to(pixels.device)
+        optimizer.zero_grad()
+        loss_of(working, pixels[chosen], labels[chosen], loss).backward()
+        optimizer.step()
+        if not all(parameter.isfinite().all() for parameter in trained.values()):
+            raise ValueError(f"lr must be small enough for the training to stay finite; step {step} did not")
+    before = dict(model.named_parameters())
+    change = {name: before[name].detach() - parameter.detach() for name, parameter in trained.items()}
+    shape, shown = tuple(pixels.shape[1:]), labels.clone() if reveal_labels else None
+    return Update(model, change, shape, len(pixels), shown, loss, mode, local=local)
 
 
 def working_copy(model: nn.Module, mode: str) -> nn.Module:

@@ -71,7 +71,7 @@ def test_update_holds_what_was_sent_and_no_pictures():
     assert update.input_shape == (12,) and update.batch_size == 2
     assert torch.equal(update.labels, LABELS) and update.labels is not LABELS
     assert set(update.__dataclass_fields__) == {
-        *("model", "gradient", "input_shape", "batch_size", "labels", "loss", "mode", "scale", "pruned")
+        *("model", "gradient", "input_shape", "batch_size", "labels", "loss", "mode", "scale", "pruned", "local")
     }
     assert client.gradient(net(), PIXELS, LABELS, reveal_labels=False).labels is None
 
