@@ -142,7 +142,7 @@ def match_gradients(
     restore = labels == "restored" and updates[0].labels is None
     # a fact of the model, so that of every update
     bias = last_bias(updates[0]) if restore or objective == "euclidean" else None
-    if objective == "euclidean":
+    if objective == "euclidean" and updates[0].local is None:
         _warn_of_scale(updates, bias)
     if restore:
         updates = [dataclasses.replace(each, labels=restore_labels(each, bias=bias)) for each in updates]
@@ -163,7 +163,8 @@ def match_gradients(
                 for first in range(0, len(runs), together):
                     group = runs[first : first + together]
                     torch.manual_seed(group[0].seed)
-                    match = _Match([run.update for run in group], objective, tv, fast=fast)
+                    kind = _Match if updates[0].local is None else _LocalMatch
+                    match = kind([run.update for run in group], objective, tv, fast=fast)
                     best = _Best(*_starts(group, init, classes))
                     search = _lbfgs(match, best, steps)
                     if optimizer != "lbfgs":
@@ -277,6 +278,73 @@ class _Match:
         for _, value, apart in together:
             apart.addcmul_(value, _by_run(data * inverse, value), value=-1)
         return data, self.apart, inverse
+
+
+class _LocalMatch(_Match):
+    """The same for a change of weights after local steps, one run at a time: the steps are taken again and again.
+
+    The derivative goes back through the steps one by one (the adjoint of SGD), so that memory holds the weights of all
+    steps, but the graph of a single one.
+    """
+
+    def __init__(self, updates: Sequence[Update], objective: str, tv: float, *, fast: bool = False):
+        super().__init__(updates, objective, tv, fast=False)
+        self.local = updates[0].local
+        self.steps = [chosen.to(self.minus_target[0].device) for chosen in self.local.batches(updates[0].batch_size)]
+        self.start = [weight.detach().clone() for weight in self.stacked.weights.values()]
+
+    def __call__(self, pixels: Tensor, soft: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+        local, weights = self.local, list(self.stacked.weights.values())
+        path, speed = [], [torch.zeros_like(weight) for weight in weights]
+        now = [weight.clone() for weight in self.start]
+        for chosen in self.steps:
+            path.append(now)
+            slopes, _ = self._slopes(now, chosen, pixels, soft, create_graph=False)
+            speed = [
+                local.momentum * v + g + local.weight_decay * w for v, g, w in zip(speed, slopes, now, strict=True)
+            ]
+            now = [w - local.lr * v for w, v in zip(now, speed, strict=True)]
+        change = [
+            (before - after).view_as(target)
+            for before, after, target in zip(self.start, now, self.minus_target, strict=True)
+        ]
+        data, direction, factor = self._match(change)
+        by_weights = [-float(factor) * d.view_as(w) for d, w in zip(direction, weights, strict=True)]
+        by_speed = [torch.zeros_like(weight) for weight in weights]
+        by_unknown = [torch.zeros_like(unknown) for unknown in (pixels, soft) if unknown is not None]
+        for chosen, now in zip(reversed(self.steps), reversed(path), strict=True):
+            slopes, parts = self._slopes(now, chosen, pixels, soft, create_graph=True)
+            by_slope = [v - local.lr * w for v, w in zip(by_speed, by_weights, strict=True)]
+            back = torch.autograd.grad(slopes, [*parts, *weights], by_slope, allow_unused=True, materialize_grads=True)
+            for total, part in zip(by_unknown, back, strict=False):
+                total[:, chosen] += part
+            by_weights = [
+                w + local.weight_decay * s + b for w, s, b in zip(by_weights, by_slope, back[len(parts) :], strict=True)
+            ]
+            by_speed = [local.momentum * s for s in by_slope]
+        if not self.tv:
+            return data, data, by_unknown
+        prior = self.tv * total_variation(pixels)
+        by_unknown[0] += torch.autograd.grad(prior.sum(), pixels)[0]
+        return data, data + prior.detach(), by_unknown
+
+    def _slopes(
+        self, weights: list[Tensor], chosen: Tensor, pixels: Tensor, soft: Tensor | None, *, create_graph: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradient of one step at some weights, and the parts of the unknowns that it depends on."""
+        for parameter, weight in zip(self.stacked.weights.values(), weights, strict=True):
+            parameter.data.copy_(weight)
+        parts = [unknown.detach()[:, chosen].requires_grad_(True) for unknown in (pixels, soft) if unknown is not None]
+        labels = self.labels[chosen] if soft is None else parts[1].softmax(2).flatten(0, 1)
+        loss = loss_of(self.stacked.model, parts[0].flatten(0, 1), labels, self.loss)
+        found = torch.autograd.grad(
+            loss,
+            list(self.stacked.weights.values()),
+            create_graph=create_graph,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return list(found), parts
 
 
 def _size(tensors: Sequence[Tensor]) -> Tensor:
@@ -428,6 +496,8 @@ def _plan(update: Update, runs: int, at_once: int | None, classes: int, *, memor
     Those are used only where they give autograd's gradient on two random pictures: a network that mixes its
     batch, or reads a weight outside its layer, is attacked one run at a time or by plain autograd.
     """
+    if update.local is not None:
+        return 1, False
     pixels, soft = _starts([_Run(0, update, seed) for seed in range(2)], "uniform", classes)
 
     def gradient(which: slice, fast: bool) -> list[Tensor]:
@@ -550,7 +620,7 @@ def _check_updates(updates) -> None:
     for each in updates:
         expect_update(each)
     first = updates[0]
-    for name in ("input_shape", "batch_size", "loss", "mode", "pruned"):
+    for name in ("input_shape", "batch_size", "loss", "mode", "pruned", "local"):
         if any(getattr(each, name) != getattr(first, name) for each in updates):
             raise ValueError(
                 f"updates attacked together must share {name}, got {[getattr(each, name) for each in updates]}"
