@@ -5,8 +5,9 @@ name, and what the protocol makes public. The private pictures are not in it.
 """
 
 import copy
+import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int64
@@ -24,7 +25,7 @@ class LocalTraining:
     epochs: passes over the client's pictures.
     batch_size: pictures a step; None takes all at once. A last batch that is smaller is kept.
     lr, momentum, weight_decay: as in `torch.optim.SGD`.
-    shuffle: the seed of a new order in each epoch; None keeps the order.
+    shuffle: the seed of a new order in each epoch; None keeps the order; "hidden" where the server does not know it.
 
     Raises ValueError for a number out of its range.
     """
@@ -34,30 +35,34 @@ class LocalTraining:
     lr: float = 1e-2
     momentum: float = 0.0
     weight_decay: float = 0.0
-    shuffle: int | None = None
+    shuffle: int | str | None = None
 
     def __post_init__(self):
-        for argument, least in (("epochs", 1), ("batch_size", 1), ("shuffle", 0)):
-            value = getattr(self, argument)
-            if value is None and argument != "epochs":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
-        if not 0 < self.lr < float("inf"):
-            raise ValueError(f"lr must be a positive number, got {self.lr}")
+        expect_whole("epochs", self.epochs, 1)
+        if self.batch_size is not None:
+            expect_whole("batch_size", self.batch_size, 1)
+        if self.shuffle not in (None, "hidden"):
+            expect_whole("shuffle", self.shuffle, 0)
+        expect_positive("lr", self.lr)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}")
         if not 0 <= self.weight_decay < float("inf"):
             raise ValueError(f"weight_decay must be a number of at least 0, got {self.weight_decay}")
 
     def batches(self, count: int) -> list[Tensor]:
-        """Which of `count` pictures each step takes, one int64 tensor a step."""
-        generator = None if self.shuffle is None else torch.Generator().manual_seed(self.shuffle)
+        """Which of `count` pictures each step takes, one int64 tensor a step; a hidden order is taken as the given."""
+        drawn = self.shuffle not in (None, "hidden")
+        generator = torch.Generator().manual_seed(self.shuffle) if drawn else None
         steps: list[Tensor] = []
         for _ in range(self.epochs):
-            order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
+            order = torch.randperm(count, generator=generator) if drawn else torch.arange(count)
             steps += order.split(self.batch_size or count)
         return steps
+
+    def pushes(self, count: int) -> list[float]:
+        """How far each step's gradient moves the weights in all, in units of lr: 1 but for momentum."""
+        steps = len(self.batches(count))
+        return [sum(self.momentum**later for later in range(steps - step)) for step in range(steps)]
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class Update:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         expect_one_of("loss", self.loss, LOSSES)
         expect_one_of("mode", self.mode, MODES)
-        _check_scale(self.scale)
+        expect_positive("scale", self.scale)
         if self.labels is not None:
             device = next(iter(self.gradient.values())).device
             _check_labels(self.labels, self.batch_size, device, self.loss)
@@ -129,7 +134,7 @@ class Update:
             f"Update({type(self.model).__name__}, {len(self.gradient)} gradients of {numbers} numbers in all, "
             f"input_shape={self.input_shape}, batch_size={self.batch_size}, "
             f"labels={'hidden' if self.labels is None else self.labels.tolist()}, loss={self.loss!r}, "
-            f"mode={self.mode!r})"
+            f"mode={self.mode!r}{'' if self.local is None else f', local={self.local}'})"
         )
 
 
@@ -149,6 +154,12 @@ def expect_positive(argument: str, value: float | int, *, finite: bool = True) -
     """Raise ValueError unless a number is above zero and, if so asked, finite."""
     if not 0 < value <= float("inf") or (finite and value == float("inf")):
         raise ValueError(f"{argument} must be a {'finite ' if finite else ''}number above 0, got {value}")
+
+
+def expect_whole(argument: str, value, least: int) -> None:
+    """Raise ValueError unless a value is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
 
 
 @torch.enable_grad()
@@ -181,8 +192,8 @@ def gradient(
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError("model must have a parameter with requires_grad=True, got none: nothing would be sent")
-    _check(model, pixels, labels, loss)
-    _check_scale(scale)
+    expect_batch(model, pixels, labels, loss)
+    expect_positive("scale", scale)
     working = working_copy(model, mode)
     outputs = outputs_of(working, pixels)
     if loss == "cross_entropy" and labels.max() >= outputs.shape[1]:
@@ -211,6 +222,7 @@ def local_update(
     *,
     loss: str = "cross_entropy",
     reveal_labels: bool = True,
+    reveal_order: bool = True,
     mode: str = "eval",
 ) -> Update:
     """What federated averaging sends: the server's weights less those after some local steps (McMahan et al. 2017).
@@ -220,13 +232,16 @@ def local_update(
     Args:
         model, pixels, labels, loss, reveal_labels, mode: as in `gradient`. Running statistics of batch norm change
             during local training in train mode, in the client's copy, and are not sent.
-        local: how the client trains.
+        local: how the client trains; public, as the server sets it.
+        reveal_order: whether the server knows the seed of the shuffle. If not, `Update.local.shuffle` is "hidden".
 
     Raises:
         ValueError: as `gradient` does, or where a step leaves the finite numbers.
     """
     if not isinstance(local, LocalTraining):
         raise ValueError(f"local must be a LocalTraining, got {type(local).__name__}")
+    if local.shuffle == "hidden":
+        raise ValueError("local.shuffle must be a seed or None for the client, got 'hidden': use reveal_order=False")
     gradient(model, pixels, labels, loss=loss, mode=mode if len(pixels) > 1 else "eval")  # the checks of all arguments
     working = working_copy(model, mode)
     trained = {name: working.get_parameter(name) for name, p in model.named_parameters() if p.requires_grad}
@@ -241,7 +256,39 @@ def local_update(
     before = dict(model.named_parameters())
     change = {name: before[name].detach() - parameter.detach() for name, parameter in trained.items()}
     shape, shown = tuple(pixels.shape[1:]), labels.clone() if reveal_labels else None
-    return Update(model, change, shape, len(pixels), shown, loss, mode, local=local)
+    known = local if reveal_order else replace(local, shuffle="hidden")
+    return Update(model, change, shape, len(pixels), shown, loss, mode, local=known)
+
+
+def mean_gradient(update: Update) -> Update:
+    """A change of weights read as one gradient: that of a single step, or the mean over the steps.
+
+    Exact for one step. Of several steps it is the mean of their gradients, each taken where the weights then were,
+    and `model` is a copy with the weights of the mean place on a straight way. So the smaller the way, the better: the
+    closed-form attacks may be tried on it, at one's own risk. The decay of the weights is taken off, at that
+    place; momentum counts the early steps more. A plain gradient is given back as it is.
+    """
+    if update.local is None:
+        return update
+    local = update.local
+    pushes = local.pushes(update.batch_size)
+    total = sum(pushes)
+    # with gradients that are all alike, each step starts after the part of the way that the later pushes leave
+    gone = [sum(pushes[len(pushes) - step :]) / total for step in range(len(pushes))]
+    place = sum(push * part for push, part in zip(pushes, gone, strict=True)) / total
+    model = update.model
+    if len(pushes) > 1:
+        model = copy.deepcopy(model)
+        with torch.no_grad():
+            for name, change in update.gradient.items():
+                model.get_parameter(name).sub_(place * change)
+    found = {
+        name: change / (local.lr * total) - local.weight_decay * model.get_parameter(name).detach()
+        for name, change in update.gradient.items()
+    }
+    if update.pruned:
+        found = {name: value.where(update.gradient[name] != 0, 0.0) for name, value in found.items()}
+    return replace(update, model=model, gradient=found, local=None)
 
 
 def working_copy(model: nn.Module, mode: str) -> nn.Module:
@@ -283,7 +330,8 @@ def loss_between(outputs: Tensor, labels: Tensor, loss: str) -> Tensor:
     return functional.cross_entropy(outputs, labels)
 
 
-def _check(model: nn.Module, pixels, labels, loss: str) -> None:
+def expect_batch(model: nn.Module, pixels, labels, loss: str) -> None:
+    """Raise ValueError unless pixels, labels, loss and model fit together, as `gradient` says."""
     expect_one_of("loss", loss, LOSSES)
     _like("pixels", pixels, next(model.parameters()), "the model")
     if pixels.ndim not in (2, 4):
@@ -324,8 +372,3 @@ def _like(argument: str, value, reference: Tensor, owner: str) -> None:
             f"{argument} must be {reference.dtype} on {reference.device} like {owner}, "
             f"got {value.dtype} on {value.device}: use .to(dtype, device)"
         )
-
-
-def _check_scale(scale: float) -> None:
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"scale must be a positive number, got {scale}")

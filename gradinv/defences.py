@@ -15,7 +15,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from gradinv.attacks.reconstruction import norm
-from gradinv.client import Update, _check, expect_positive, expect_update, gradient, loss_between, outputs_of
+from gradinv.client import Update, expect_batch, expect_positive, expect_update, gradient, loss_between, outputs_of
 
 
 def clip_norm(update: Update, bound: float) -> Update:
@@ -166,7 +166,7 @@ def _per_picture(model: nn.Module, pixels: Tensor, labels: Tensor, loss: str) ->
     from opacus.grad_sample import GradSampleModule
 
     if len(pixels):
-        _check(model, pixels, labels, loss)
+        expect_batch(model, pixels, labels, loss)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("model must have a parameter with requires_grad=True, got none: nothing would be sent")
     for name, module in model.named_modules():

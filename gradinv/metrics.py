@@ -47,6 +47,28 @@ def pair(reconstruction: Float[Tensor, "n ..."], truth: Float[Tensor, "n ..."]) 
     return torch.as_tensor(linear_sum_assignment(costs.cpu().numpy())[1], device=truth.device)
 
 
+def distractors_nearer(
+    reconstruction: Float[Tensor, "n ..."], truth: Float[Tensor, "n ..."], distractors: Float[Tensor, "m ..."]
+) -> Int64[Tensor, " n"]:
+    """How many other pictures each reconstruction is nearer to than to its own truth; 0 where it is re-identified.
+
+    The others are the distractors and the truths of the other reconstructions. The distance is the squared error, so
+    for features, or pictures whose brightness is taken off, hand those in. A picture as near as the truth counts as
+    nearer, so that a copy of the truth among the distractors is never told apart. The share of zeros is what Yin et
+    al. 2021 call image identifiability precision, there with the features of a network.
+    """
+    _check(reconstruction, truth)
+    if distractors.shape[1:] != truth.shape[1:]:
+        raise ValueError(
+            f"distractors must have pictures of shape {tuple(truth.shape[1:])}, got {tuple(distractors.shape[1:])}"
+        )
+    found = reconstruction.flatten(1).double()
+    own = (found - truth.flatten(1).double()).norm(dim=1, keepdim=True)
+    among, beside = (torch.cdist(found, others.flatten(1).double()) for others in (truth, distractors))
+    among.fill_diagonal_(float("inf"))
+    return (torch.cat([among, beside], 1) <= own).sum(1)
+
+
 def _check(reconstruction, truth) -> None:
     for argument, value in (("reconstruction", reconstruction), ("truth", truth)):
         if not isinstance(value, Tensor):

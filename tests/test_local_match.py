@@ -1,11 +1,16 @@
-"""The match of a change of weights: its slope against finite differences, and one step against a plain gradient."""
+"""The match of a change of weights: its slope, what it assumes, its memory; and what closed forms say of one."""
+
+import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
-from gradinv import attacks, client, metrics
+from gradinv import attacks, client, defences, metrics, victims
 from gradinv.attacks import matching
+from gradinv.attacks.reconstruction import norm
 from gradinv.client import LocalTraining
 
 
@@ -57,3 +62,96 @@ def test_an_attack_through_local_steps_finds_the_picture():
     update = client.local_update(net(), pixels, labels, LocalTraining(epochs=5, lr=0.1))
     result = attacks.match_gradients(update, objective="euclidean", optimizer="lbfgs", steps=40, box=False)
     assert metrics.psnr(result.pixels, pixels).item() > 60
+
+
+def test_one_step_is_the_gradient_to_a_search():
+    pixels, labels = pictures(2)
+    options = {"steps": 5, "init": "grey"}
+    plain = attacks.match_gradients(client.gradient(net(), pixels, labels), **options)
+    step = attacks.match_gradients(client.local_update(net(), pixels, labels, LocalTraining(lr=0.1)), **options)
+    torch.testing.assert_close(step.pixels, plain.pixels)
+    torch.testing.assert_close(step.loss, plain.loss, rtol=1e-6, atol=0)
+
+
+def test_what_a_client_pruned_is_left_out():
+    pixels, labels = pictures(2)
+    update = defences.prune(client.local_update(net(), pixels, labels, LOCAL[2]), 0.5)
+    match = matching._LocalMatch([update], "cosine", 0.0)
+    here, there = pixels[None].clone().requires_grad_(True), (pixels[None] + 1e-6).requires_grad_(True)
+    assert match(here)[0] < 1e-20 < match(there)[0]
+
+
+SAID = {
+    "through 3 local steps": LocalTraining(epochs=3),
+    "through 4 local steps with the batches in the order that the update gives": LocalTraining(2, 2),
+    "through 4 local steps, whose batches are hidden and were taken in order": LocalTraining(2, 2, shuffle=1),
+    "through 1 local step": LocalTraining(),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_an_attack_says_what_it_assumes(said):
+    pixels, labels = pictures(3)
+    update = client.local_update(net(), pixels, labels, SAID[said], reveal_order="hidden" not in said)
+    assert attacks.match_gradients(update, steps=2).why == f"the best match after 2 steps; {said}"
+    hidden = attacks.match_gradients(dataclasses.replace(update, labels=None), steps=2)
+    assert hidden.labels.tolist() == [0, 1, 2]
+    assert hidden.why.endswith("each label in the batch of its place in ascending order") == ("order" in said)
+
+
+def test_a_hidden_order_hides_the_seed_and_costs_the_match():
+    pixels, labels = pictures(4)
+    local = LocalTraining(2, 1, lr=0.5, shuffle=3)
+    known = client.local_update(net(), pixels, labels, local)
+    hidden = client.local_update(net(), pixels, labels, local, reveal_order=False)
+    assert known.local.shuffle == 3 and hidden.local.shuffle == "hidden"
+    truth = pixels[None].clone().requires_grad_(True)
+    assert matching._LocalMatch([known], "cosine", 0.0)(truth)[0] < 1e-20
+    assert matching._LocalMatch([hidden], "cosine", 0.0)(truth)[0] > 1e-6
+    with pytest.raises(ValueError, match="shuffle must be a seed or None for the client"):
+        client.local_update(net(), pixels, labels, LocalTraining(shuffle="hidden"))
+
+
+def test_a_small_step_is_not_a_weak_gradient_but_a_rounded_one_is():
+    pixels, labels = pictures(1)
+    small = client.local_update(net(), pixels, labels, LocalTraining(lr=1e-9))
+    assert attacks.match_gradients(small, steps=2).status == "approximate"
+    rounded = client.local_update(net().float(), pixels.float(), labels, LocalTraining(lr=1e-9))
+    found = attacks.match_gradients(rounded, steps=2)
+    assert (found.status == "weak gradient" and "rounding" in found.why) or not norm(rounded.gradient.values())
+
+
+@pytest.mark.parametrize("attack", ["walk_back", "r_gap", "unmix"])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_a_closed_form_takes_one_step_and_says_why_not_more(attack, decay):
+    torch.manual_seed(0)
+    model = victims.fc((30, 40, 20, 4)).double()
+    pixels, labels = pictures(1)
+    step = client.local_update(model, pixels, labels, LocalTraining(lr=0.2, weight_decay=decay))
+    found = getattr(attacks, attack)(step)
+    assert found.status == "recovered" and metrics.mse(found.pixels, pixels) < 1e-20
+    more = getattr(attacks, attack)(client.local_update(model, pixels, labels, LocalTraining(epochs=2)))
+    assert more.status == "not applicable" and "the weights moved between 2 local steps" in more.why
+    # where they moved little, the mean gradient may be tried
+    little = client.local_update(model, pixels, labels, LocalTraining(epochs=2, lr=1e-6))
+    found = getattr(attacks, attack)(client.mean_gradient(little))
+    assert metrics.mse(found.pixels, pixels) < 1e-6
+
+
+MEMORY = """
+import resource, torch
+from gradinv import attacks, client, victims
+torch.set_num_threads(1)
+model, start = victims.convnet(16), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+update = client.local_update(
+    model, torch.rand(1, 3, 32, 32), torch.tensor([1]), client.LocalTraining(epochs=100, lr=1e-4)
+)
+attacks.match_gradients(update, steps=1)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) * 1024)
+"""
+
+
+def test_memory_of_a_hundred_steps():
+    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    weights = sum(parameter.numel() for parameter in victims.convnet(16).parameters()) * 4
+    assert 50 * weights < int(run.stdout) < 2**30  # the weights of all steps, and the graph of one

@@ -722,7 +722,7 @@ def test_half_the_loss_warns_for_euclid_only():
         attacks.match_gradients(changed(scaled(update, 0.5), scale=0.5), steps=1, objective="euclidean")
 
 
-def test_labels_are_restored_first_when_asked():
+def test_labels_are_restored_first():
     model = network()
     updates = [client.gradient(model, pictures(), torch.tensor([i]), reveal_labels=False) for i in (3, 1)]
     results = attacks.match_gradients(updates, steps=2, labels="restored")
@@ -731,8 +731,21 @@ def test_labels_are_restored_first_when_asked():
         [changed(one, labels=torch.tensor([i])) for one, i in zip(updates, (3, 1), strict=True)], steps=2
     )
     assert torch.equal(results[0].pixels, known[0].pixels)
-    with pytest.raises(ValueError, match="labels can be restored for one picture"):
-        attacks.match_gradients(update_of(model, 2, reveal_labels=False), labels="restored")
+
+
+def test_labels_of_a_batch_are_restored_first():
+    update = client.gradient(network(), pictures(3), torch.tensor([2, 0, 2]), reveal_labels=False)
+    found = attacks.match_gradients(update, steps=2)
+    assert found.labels.tolist() == [0, 2, 2]
+    known = attacks.match_gradients(changed(update, labels=torch.tensor([0, 2, 2])), steps=2)
+    assert torch.equal(found.pixels, known.pixels)
+
+
+def test_labels_are_looked_for_where_the_last_layer_does_not_tell():
+    model = nn.Sequential(network(), nn.Sigmoid())
+    update = client.gradient(model, pictures(2), torch.tensor([2, 0]), reveal_labels=False)
+    found, joint = (attacks.match_gradients(update, steps=2, labels=labels) for labels in ("restored", "joint"))
+    assert torch.equal(found.pixels, joint.pixels) and torch.equal(found.labels, joint.labels)
 
 
 @pytest.mark.parametrize(
@@ -740,7 +753,7 @@ def test_labels_are_restored_first_when_asked():
     [
         ({"objective": "l1"}, "objective must be one of cosine, euclidean, got 'l1'"),
         ({"optimizer": "sgd"}, "optimizer must be one of signed-adam, adam, lbfgs, got 'sgd'"),
-        ({"labels": "iDLG"}, "labels must be one of joint, restored, got 'iDLG'"),
+        ({"labels": "iDLG"}, "labels must be one of restored, joint, got 'iDLG'"),
         ({"at_once": 0}, "at_once must be a whole number of at least 1, got 0"),
         ({"schedule": "cosine"}, "schedule must be one of step, linear, constant, got 'cosine'"),
         ({"init": "noise"}, "init must be one of normal, uniform, grey or a tensor of pictures, got 'noise'"),

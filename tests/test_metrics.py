@@ -130,3 +130,17 @@ def test_flat_inputs_and_dtypes(dtype):
     truth = torch.rand(4, 9, dtype=dtype)
     assert metrics.mse(truth * 0.5, truth).shape == metrics.psnr(truth * 0.5, truth).shape == (4,)
     assert metrics.mse(truth * 0.5, truth).dtype == dtype
+
+
+def test_distractors_nearer_counts_what_lies_between():
+    truth = torch.tensor([[0.0], [1.0], [5.0]])
+    found = torch.tensor([[0.1], [0.3], [8.0]])
+    others = torch.tensor([[0.31], [7.0], [20.0]])
+    assert metrics.distractors_nearer(found, truth, others).tolist() == [0, 2, 1]
+    assert metrics.distractors_nearer(found, truth, others[:0]).tolist() == [0, 1, 0]
+    assert metrics.distractors_nearer(found, truth, truth).tolist() == [1, 3, 1]  # its own copy, and what is nearer
+
+
+def test_distractors_of_another_shape_are_named():
+    with pytest.raises(ValueError, match="distractors must have pictures of shape"):
+        metrics.distractors_nearer(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 4))

@@ -1,7 +1,7 @@
 """Every attack is a function of an `Update` and gives a `Reconstruction`."""
 
 from gradinv.attacks.hybrid import h_gap, roughness
-from gradinv.attacks.labels import restore_labels
+from gradinv.attacks.labels import least_counts, restore_labels
 from gradinv.attacks.last_layer import FOLD, logits, mu_roots, twin_ratio
 from gradinv.attacks.matching import dlg, inverting_gradients, match_gradients, total_variation
 from gradinv.attacks.reconstruction import STATUSES, Reconstruction
@@ -16,6 +16,7 @@ __all__ = [
     "dlg",
     "h_gap",
     "inverting_gradients",
+    "least_counts",
     "logits",
     "match_gradients",
     "mu_roots",

@@ -1,72 +1,215 @@
-"""What the last layer says before any search: the label, and the factor between the gradient and that of the loss.
+"""What the last layer says before any search: the labels, and the factor between the gradient and that of the loss.
 
-Of z = W h + b and cross-entropy, one picture leaves dL/db = p - onehot(label) and dL/dW = dL/db h^T, with p the
-softmax of z. The one negative entry of dL/db is the label (Zhao et al. 2020, iDLG); a row of dL/dW divided by its
-entry of dL/db is h, so that p is known too, and with it the size that dL/db should have.
+Of z = W h + b and cross-entropy, picture i adds p_i - onehot(label_i) to dL/db and (p_i - onehot) h_i^T to dL/dW, with
+p the softmax of z. So the one negative entry of dL/db is the label of a single picture (Zhao et al. 2020, iDLG). Over a
+batch the mean of p less dL/db is the share of each class: the labels can be counted as far as the mean of p is known.
+An untrained network says nearly the same p of every picture, so any picture tells it, and h read off the gradient
+too (Ma et al. 2023, iLRG, read it class by class); a trained one is asked with pictures that are like the client's.
 """
 
+import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
+from scipy.optimize import nnls
 from torch import Tensor, nn
 
-from gradinv.client import Update, expect_update, outputs_of, working_copy
+from gradinv.client import Update, expect_batch, expect_update, mean_gradient, outputs_of, working_copy
 from gradinv.layers import Layer, read
 
 CLOSE = 1e-3  # relative; a last layer whose gradient is less exactly dL/db h^T was changed on its way
+STAND_INS = 256  # random pictures that stand in for real ones where there are none
+SLACK = 1e-4  # pictures; a share that is off by less than this is rounding
+FULLY_CONNECTED = (
+    "cross-entropy and a fully connected last layer whose outputs are the network's, which runs once and whose "
+    "gradient was sent"
+)
+WHOLE_BATCH = 100  # how much more than an entry of dL/db the size of the batch counts
 
 
-def restore_labels(update: Update, *, bias: str | None = None) -> Int64[Tensor, " 1"]:
-    """The label of the one picture of an update, read off the bias of the last layer.
+def restore_labels(update: Update, *, public: Float[Tensor, "m ..."] | None = None) -> Int64[Tensor, " n"]:
+    """The labels of a batch, in ascending order and as often as each was counted, read off the last layer.
 
-    bias: the name of that bias, for a caller who knows it; it is looked for otherwise.
-    Raises ValueError for more than one picture, another loss than cross-entropy, or a network that does not end
-    in a fully connected layer whose bias gradient was sent.
+    The order of the pictures is not in a gradient. For one picture with a biased last layer the label is certain, and
+    so are labels that `least_counts` proves. All others are counts to the nearest picture: nearly all right before
+    training, and the less so the surer the network is.
+
+    Args:
+        update: a gradient, or a change of weights, which is read as the mean of its steps (`client.mean_gradient`).
+        public: pictures (m, ...) in [0, 1] like the client's, without labels, that the server has. Their
+            probabilities stand for those of the batch, class by class, which counts better once the network is trained.
+            Without them p comes from the features that the gradient shows; and where the last layer has no bias
+            from uniform noise.
+
+    Raises ValueError for another loss than cross-entropy, or a network that does not end in a fully connected layer
+    whose gradient was sent.
     """
     expect_update(update)
-    if update.batch_size > 1 or update.loss != "cross_entropy":
-        raise ValueError(
-            "labels can be restored for one picture with cross-entropy, got "
-            f"batch_size={update.batch_size} and loss={update.loss!r}"
-        )
-    bias = bias or last_bias(update)
-    if bias is None:
-        raise ValueError(
-            "labels can be restored from the bias of a fully connected layer whose outputs are the network's and "
-            "which runs once: this network does not end in one, or its gradient was not sent"
-        )
-    return update.gradient[bias].argmin()[None]
+    proves, update = _proves(update), mean_gradient(update)
+    layer = last_layer(update)
+    if layer is None:
+        raise ValueError(f"labels can be restored from {FULLY_CONNECTED}, which this update has not")
+    n, (weight, bias) = update.batch_size, _sent(update, layer)
+    if n == 1 and bias is not None:
+        return bias.argmin()[None]
+    features = probabilities = None
+    if public is not None or bias is None or weight is None:
+        features, probabilities = _seen(update, layer, public)
+    if bias is not None:
+        by_class, least = bias / update.scale, _least(update, layer) * proves
+    else:
+        # with <a, h> near 1 for every picture, dL/dW a is what dL/db would be
+        middle = features.mean(0)
+        by_class = weight @ middle / middle.square().sum() / update.scale
+        if n == 1:
+            return _only_one(weight, by_class).argmin()[None]
+        least = (by_class < 0).long()
+    if probabilities is None:
+        h = by_class @ weight / update.scale / by_class.square().sum()
+        probabilities = _probabilities(layer, h[None])
+    shares = _shares(by_class.cpu().numpy(), probabilities.cpu().numpy())
+    counts = torch.from_numpy(_rounded(n * shares, n, least.cpu().numpy())).to(by_class.device)
+    return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
 
 
-def found_scale(update: Update, bias: str | None) -> float | None:
-    """How many times the gradient of the loss the sent one is, by the layer of that bias; None where it cannot tell."""
-    weight = bias and f"{bias.removesuffix('bias')}weight"
-    if weight not in update.gradient:
+def least_counts(update: Update) -> Int64[Tensor, " classes"]:
+    """How often each class is in the batch at least; a proof, without any assumption on the pictures.
+
+    Every p is positive, so a class is there more than -n dL/db times. Where these add up to the size of the batch, the
+    labels are certain. All zero where the last layer has no bias, or its gradient was not sent.
+
+    Raises ValueError as `restore_labels` does, and for a change of weights whose batches are not all of one size.
+    """
+    expect_update(update)
+    if not _proves(update):
+        raise ValueError(
+            "least_counts needs steps that count every picture alike, got a smaller last batch, several batches with "
+            "momentum, or several steps with weight decay"
+        )
+    update = mean_gradient(update)
+    layer = last_layer(update)
+    if layer is None:
+        raise ValueError(f"least_counts needs {FULLY_CONNECTED}, which this update has not")
+    return _least(update, layer)
+
+
+def found_scale(update: Update, layer: Layer | None) -> float | None:
+    """How many times the gradient of the loss the sent one is, by the last layer; None where it cannot tell."""
+    if layer is None or update.batch_size > 1:
         return None
-    by_bias, by_weight = update.gradient[bias].double(), update.gradient[weight].double()
+    by_weight, by_bias = _sent(update, layer)
+    if by_weight is None or by_bias is None:
+        return None
     h = by_bias @ by_weight / by_bias.square().sum()
     if not (torch.outer(by_bias, h) - by_weight).norm() <= CLOSE * by_weight.norm():
         return None
-    parameters = dict(update.model.named_parameters())
-    z = parameters[weight].detach().double() @ h + parameters[bias].detach().double()
-    expected = z.softmax(0)
+    expected = _probabilities(layer, h[None])[0]
     expected[by_bias.argmin()] -= 1
     if not expected.norm() > CLOSE:  # a confident network: p - onehot drowns in rounding
         return None
     return float(by_bias @ expected / expected.square().sum())
 
 
-def last_bias(update: Update) -> str | None:
-    """The bias that tells a label: of the fully connected layer whose outputs are the network's, run once and sent."""
-    if update.batch_size > 1 or update.loss != "cross_entropy":
+def last_layer(update: Update) -> Layer | None:
+    """The layer that tells labels: fully connected, with the network's outputs, run once, and its gradient sent."""
+    if update.loss != "cross_entropy":
         return None
     last: Layer = read(update.model, update.input_shape)[-1]
-    name = f"{last.name}.bias" if last.name else "bias"
-    if not isinstance(last.module, nn.Linear) or len(last.input_shape) != 1 or name not in update.gradient:
+    weight, bias = _names(last)
+    if not isinstance(last.module, nn.Linear) or len(last.input_shape) != 1:
+        return None
+    if not {weight, bias} & set(update.gradient) or (last.module.bias is None and weight not in update.gradient):
         return None
     model = working_copy(update.model, "eval")
     given: list[Tensor] = []
     model.get_submodule(last.name).register_forward_hook(lambda module, inputs, output: given.append(output.clone()))
-    like = update.gradient[name]
+    like = next(iter(update.gradient.values()))
     with torch.no_grad():
         outputs = outputs_of(model, like.new_full((1, *update.input_shape), 0.5))
-    return name if len(given) == 1 and torch.equal(outputs, given[0]) else None
+    return last if len(given) == 1 and torch.equal(outputs, given[0]) else None
+
+
+def _names(layer: Layer) -> tuple[str, str]:
+    return tuple(f"{layer.name}.{part}" if layer.name else part for part in ("weight", "bias"))
+
+
+def _sent(update: Update, layer: Layer) -> list[Tensor | None]:
+    """The gradients of the layer's weight and bias in double precision, None where one was not sent."""
+    sent = [update.gradient.get(name) for name in _names(layer)]
+    return [None if value is None else value.double() for value in sent]
+
+
+def _probabilities(layer: Layer, features: Tensor) -> Tensor:
+    weight, bias = layer.module.weight.detach().double(), layer.module.bias
+    outputs = features @ weight.T
+    return (outputs if bias is None else outputs + bias.detach().double()).softmax(1)
+
+
+@torch.no_grad()
+def _seen(update: Update, layer: Layer, public: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The features that some pictures have before the last layer, and their probabilities, both (m, ...)."""
+    like = next(iter(update.gradient.values()))
+    if public is None:
+        noise = torch.rand((STAND_INS, *update.input_shape), generator=torch.Generator().manual_seed(0))
+        public = noise.to(like)
+    expect_batch(update.model, public, torch.ones(len(public), dtype=torch.int64, device=like.device), update.loss)
+    if tuple(public.shape[1:]) != update.input_shape:
+        raise ValueError(f"public must hold pictures of shape {update.input_shape}, got {tuple(public.shape[1:])}")
+    model, features = working_copy(update.model, update.mode), []
+    model.get_submodule(layer.name).register_forward_pre_hook(lambda module, inputs: features.append(inputs[0]))
+    with torch.random.fork_rng():  # dropout in train mode draws from it
+        for some in public.split(STAND_INS):
+            outputs_of(model, some)
+    seen = torch.cat(features).double()
+    return seen, _probabilities(layer, seen)
+
+
+def _proves(update: Update) -> bool:
+    """Whether the mean of the steps counts every picture alike, so that it bounds the labels."""
+    local = update.local
+    if local is None:
+        return True
+    batches = local.batches(update.batch_size)
+    alike = len({len(chosen) for chosen in batches}) == 1
+    all_at_once = len(batches) == local.epochs
+    return len(batches) == 1 or (alike and not local.weight_decay and (all_at_once or not local.momentum))
+
+
+def _least(update: Update, layer: Layer) -> Tensor:
+    bias = _sent(update, layer)[1]
+    if bias is None:
+        return torch.zeros(layer.module.out_features, dtype=torch.int64)
+    return (-update.batch_size / update.scale * bias - SLACK).ceil().clamp(min=0).long()
+
+
+def _only_one(weight: Tensor, by_class: Tensor) -> Tensor:
+    """p - onehot of one picture but for its size, from dL/dW = (p - onehot) h^T.
+
+    One entry is negative and all others positive, which tells the sign unless there are two classes.
+    """
+    k = torch.linalg.svd(weight, full_matrices=False)[0][:, 0]
+    up, down = (int((sign * k > 1e-6).sum()) for sign in (1, -1))
+    turn = by_class @ k < 0 if up == down else up < down
+    return -k if turn else k
+
+
+def _shares(by_class: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
+    """The share of each class in the batch: s = p - dL/db, where p is sum_c s_c times what pictures of class c get.
+
+    probabilities (m, classes) are those of some pictures; each counts for a class as much as the network says.
+    """
+    confusion = probabilities.T @ probabilities / probabilities.sum(0).clip(1e-300)[:, None]
+    classes = len(by_class)
+    system = np.vstack([confusion.T - np.eye(classes), np.full(classes, WHOLE_BATCH)])
+    return nnls(system, np.append(by_class, WHOLE_BATCH), maxiter=100 * classes)[0]
+
+
+def _rounded(counts: np.ndarray, n: int, least: np.ndarray) -> np.ndarray:
+    """Whole counts that add up to n: the largest remainders go up, but no count below what is proved."""
+    if least.sum() > n:  # the update says less pictures than it shows, or noise
+        least = np.zeros_like(least)
+    whole = np.maximum(np.floor(counts + SLACK).astype(np.int64), least)
+    while whole.sum() != n:
+        step = 1 if whole.sum() < n else -1
+        free = whole > least if step < 0 else np.ones(len(whole), dtype=bool)
+        whole[np.argmax(np.where(free, step * (counts - whole), -np.inf))] += step
+    return whole

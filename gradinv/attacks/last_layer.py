@@ -16,6 +16,7 @@ from scipy.optimize import brentq
 from scipy.special import expit, lambertw, softmax
 from torch import Tensor, nn
 
+from gradinv.attacks.reconstruction import one_gradient
 from gradinv.client import Update
 from gradinv.layers import NotCovered, Stage, read
 
@@ -40,6 +41,9 @@ def logits(update: Update) -> tuple[float, ...]:
 
     Raises ValueError unless the loss is logistic, the batch is one picture and the last layer is linear without bias.
     """
+    update, several = one_gradient(update)
+    if several:
+        raise ValueError(f"logits needs one gradient, but {several}")
     last = read(update.model, update.input_shape)[-1]
     if update.loss != "logistic" or update.batch_size != 1:
         raise ValueError(

@@ -21,14 +21,24 @@ from tqdm import tqdm
 
 from gradinv.attacks import lbfgs
 from gradinv.attacks.double_backward import stack
-from gradinv.attacks.labels import found_scale, last_bias, restore_labels
+from gradinv.attacks.labels import found_scale, last_layer, restore_labels
 from gradinv.attacks.reconstruction import WEAK, Reconstruction, norm
-from gradinv.client import Update, expect_one_of, expect_update, loss_of, outputs_of, working_copy
+from gradinv.client import (
+    Update,
+    expect_one_of,
+    expect_update,
+    expect_whole,
+    loss_of,
+    mean_gradient,
+    outputs_of,
+    working_copy,
+)
+from gradinv.layers import Layer
 
 OBJECTIVES = ("cosine", "euclidean")
 OPTIMIZERS = ("signed-adam", "adam", "lbfgs")
 SCHEDULES = ("step", "linear", "constant")
-LABELS = ("joint", "restored")
+LABELS = ("restored", "joint")
 INITS = ("normal", "uniform", "grey")
 NOTHING_LEFT = 1e-12  # an objective below this is rounding, so a start at the answer has not diverged
 EAGER_STEPS = 3  # before a step is captured: what is made on first use must be there
@@ -68,6 +78,7 @@ def dlg(update: Update | Sequence[Update], **options) -> Reconstruction | list[R
         **{
             "objective": "euclidean",
             "optimizer": "lbfgs",
+            "labels": "joint",
             "steps": 300,
             "lr": 1.0,
             "schedule": "constant",
@@ -84,7 +95,7 @@ def match_gradients(
     objective: str = "cosine",
     optimizer: str = "signed-adam",
     tv: float = 0.0,
-    labels: str = "joint",
+    labels: str = "restored",
     steps: int = 1000,
     lr: float = 0.025,
     schedule: str = "step",
@@ -97,6 +108,10 @@ def match_gradients(
 ) -> Reconstruction | list[Reconstruction]:
     """Pictures whose gradient matches the update's.
 
+    A change of weights is matched by that of the same local training on the pictures looked for, which takes as many
+    gradients an evaluation as there are steps. Where the order of its batches is hidden, the given order is taken
+    (`why` says so): what the orders differ by, which grows with lr, is then lost.
+
     Args:
         update: what the server received. Several updates of one model, alike in all but gradient and labels, are
             attacked side by side and give a list of results.
@@ -104,8 +119,8 @@ def match_gradients(
         optimizer: "signed-adam" feeds Adam the sign of the gradient, "adam" the gradient; "lbfgs" takes 20
             iterations a step and searches their lengths, so that lr, schedule and box do not apply.
         tv: weight of the total variation mean |dx| + mean |dy| on pixels (pictures only).
-        labels: for an update that hides them, "joint" optimises soft labels with the pictures, as DLG does;
-            "restored" reads them off first (`restore_labels`).
+        labels: for an update that hides them, "restored" reads them off the last layer first (`restore_labels`) where
+            that can be done; "joint" optimises soft labels with the pictures, as DLG does.
         steps: optimiser steps of each restart.
         lr: first step size, in pixels.
         schedule: "step" divides it by 10 at 3/8, 5/8 and 7/8 of the steps, "linear" lowers it to 0.
@@ -130,22 +145,18 @@ def match_gradients(
     updates = [update] if isinstance(update, Update) else update
     _check_updates(updates)
     _check_options(updates[0], objective, optimizer, schedule, labels, init, lr, tv)
-    for argument, value, least in (
-        ("steps", steps, 1),
-        ("restarts", restarts, 1),
-        ("seed", seed, 0),
-        ("at_once", at_once, 1),
-    ):
-        if (argument, value) != ("at_once", None) and not _whole(value, least):
-            raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
+    for argument, value, least in (("steps", steps, 1), ("restarts", restarts, 1), ("seed", seed, 0)):
+        expect_whole(argument, value, least)
+    if at_once is not None:
+        expect_whole("at_once", at_once, 1)
     classes = _classes(updates)
-    restore = labels == "restored" and updates[0].labels is None
     # a fact of the model, so that of every update
-    bias = last_bias(updates[0]) if restore or objective == "euclidean" else None
+    last = last_layer(updates[0]) if updates[0].labels is None or objective == "euclidean" else None
     if objective == "euclidean" and updates[0].local is None:
-        _warn_of_scale(updates, bias)
-    if restore:
-        updates = [dataclasses.replace(each, labels=restore_labels(each, bias=bias)) for each in updates]
+        _warn_of_scale(updates, last)
+    restored = labels == "restored" and updates[0].labels is None and last is not None
+    if restored:
+        updates = [dataclasses.replace(each, labels=restore_labels(each)) for each in updates]
     started = time.perf_counter()
     sizes = [norm(each.gradient.values()) for each in updates]
     runs = [
@@ -178,7 +189,7 @@ def match_gradients(
                 stopped = True
     taken = (time.perf_counter() - started) / len(updates)
     results = [
-        _result(each, size, [run for run in runs if run.owner == i], steps, stopped, taken)
+        _result(each, size, [run for run in runs if run.owner == i], steps, stopped, restored, taken)
         for i, (each, size) in enumerate(zip(updates, sizes, strict=True))
     ]
     return results[0] if isinstance(update, Update) else results
@@ -257,6 +268,10 @@ class _Match:
         self.stacked.reads_weights = True
         weights = list(self.stacked.weights.values())
         found = torch.autograd.grad(loss, weights, create_graph=create_graph, allow_unused=True, materialize_grads=True)
+        return self._as_sent(found)
+
+    def _as_sent(self, found: Sequence[Tensor]) -> list[Tensor]:
+        """One tensor (runs, ...) a parameter, without what a client pruned."""
         found = [value.view_as(target) for value, target in zip(found, self.minus_target, strict=True)]
         return found if self.sent is None else [value * kept for value, kept in zip(found, self.sent, strict=True)]
 
@@ -295,21 +310,23 @@ class _LocalMatch(_Match):
 
     def __call__(self, pixels: Tensor, soft: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
         local, weights = self.local, list(self.stacked.weights.values())
-        path, speed = [], [torch.zeros_like(weight) for weight in weights]
-        now = [weight.clone() for weight in self.start]
+        path, speed, change = [], [torch.zeros_like(weight) for weight in weights], None
+        now = self.start
         for chosen in self.steps:
             path.append(now)
             slopes, _ = self._slopes(now, chosen, pixels, soft, create_graph=False)
             speed = [
                 local.momentum * v + g + local.weight_decay * w for v, g, w in zip(speed, slopes, now, strict=True)
             ]
-            now = [w - local.lr * v for w, v in zip(now, speed, strict=True)]
-        change = [
-            (before - after).view_as(target)
-            for before, after, target in zip(self.start, now, self.minus_target, strict=True)
-        ]
-        data, direction, factor = self._match(change)
-        by_weights = [-float(factor) * d.view_as(w) for d, w in zip(direction, weights, strict=True)]
+            # summed by itself, since a difference of weights would hold their rounding
+            change = (
+                [local.lr * v for v in speed]
+                if change is None
+                else [c + local.lr * v for c, v in zip(change, speed, strict=True)]
+            )
+            now = [w - c for w, c in zip(self.start, change, strict=True)]
+        data, direction, factor = self._match(self._as_sent(change))
+        by_weights = [-_by_run(factor, d).mul(d).view_as(w) for d, w in zip(direction, weights, strict=True)]
         by_speed = [torch.zeros_like(weight) for weight in weights]
         by_unknown = [torch.zeros_like(unknown) for unknown in (pixels, soft) if unknown is not None]
         for chosen, now in zip(reversed(self.steps), reversed(path), strict=True):
@@ -559,7 +576,9 @@ def _classes(updates: Sequence[Update]) -> int:
     return classes
 
 
-def _result(update: Update, size: float, runs: list[_Run], steps: int, stopped: bool, seconds: float) -> Reconstruction:
+def _result(
+    update: Update, size: float, runs: list[_Run], steps: int, stopped: bool, restored: bool, seconds: float
+) -> Reconstruction:
     """What the runs of one update found."""
     if not runs:
         status, why = "weak gradient", "every entry of the gradient is zero"
@@ -575,8 +594,8 @@ def _result(update: Update, size: float, runs: list[_Run], steps: int, stopped: 
     finite = best.data < float("inf")
     if not finite or not all(value == value for value in best.history):
         status, why = "diverged", "the objective left the finite numbers"
-    elif size < WEAK:
-        status, why = "weak gradient", f"the gradient's norm is {size:.1e}"
+    elif weak := _weak(update):
+        status, why = "weak gradient", weak
     elif len(best.history) > 2 and min(best.history[1:]) >= best.history[0] > NOTHING_LEFT and not stopped:
         status, why = "diverged", "no step improved on the start; try another one or a smaller lr"
     else:
@@ -587,6 +606,7 @@ def _result(update: Update, size: float, runs: list[_Run], steps: int, stopped: 
     lost = sum(not run.data < float("inf") for run in begun)
     if finite and lost:
         why += f"; {lost} of {len(begun)} starts never had a finite objective"
+    why += _assumed(update, restored)
     return Reconstruction(
         best.pixels if finite else None,
         update.labels if update.labels is not None else best.labels,
@@ -599,19 +619,44 @@ def _result(update: Update, size: float, runs: list[_Run], steps: int, stopped: 
     )
 
 
-def _warn_of_scale(updates: Sequence[Update], bias: str | None) -> None:
+def _weak(update: Update) -> str:
+    """Why the gradient says nothing, where it is too small."""
+    size = norm(mean_gradient(update).gradient.values())
+    if size < WEAK:
+        return f"the gradient's norm is {size:.1e}"
+    if update.local is None:
+        return ""
+    moved = norm(update.gradient.values())
+    weights = [update.model.get_parameter(name).detach() for name in update.gradient]
+    if moved < torch.finfo(weights[0].dtype).eps * norm(weights):
+        return f"the weights moved by {moved:.1e}, which is their rounding: more steps or a larger lr would be seen"
+    return ""
+
+
+def _assumed(update: Update, restored: bool) -> str:
+    """What the attack took for granted of the local training, as the end of the sentence that says how it went."""
+    if update.local is None:
+        return ""
+    batches, local = update.local.batches(update.batch_size), update.local
+    said = f"; through {len(batches)} local step{'s' if len(batches) > 1 else ''}"
+    if len(batches) == local.epochs:
+        return said
+    if local.shuffle == "hidden":
+        said += ", whose batches are hidden and were taken in order"
+    else:
+        said += " with the batches in the order that the update gives"
+    return said + (", each label in the batch of its place in ascending order" if restored else "")
+
+
+def _warn_of_scale(updates: Sequence[Update], last: Layer | None) -> None:
     for each in updates:
-        scale = found_scale(each, bias)
+        scale = found_scale(each, last)
         if scale is not None and abs(scale / each.scale - 1) > 0.05:
             warnings.warn(
                 f"the gradient is {scale:.3g} times that of the loss, but the update says scale={each.scale:g}: the "
                 "Euclidean distance compares sizes, so set Update.scale or use objective='cosine'",
                 stacklevel=4,
             )
-
-
-def _whole(value, least: int) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least
 
 
 def _check_updates(updates) -> None:

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from gradinv.client import Update, mean_gradient
+
 STATUSES = {
     "recovered": "solved in closed form, and the result reproduces the gradient",
     "approximate": "the best match found; an optimiser cannot certify more",
@@ -53,6 +55,17 @@ class Reconstruction:
     def __repr__(self) -> str:
         shape = None if self.pixels is None else tuple(self.pixels.shape)
         return f"Reconstruction({self.status}: {self.why}; pixels {shape}, loss {self.loss:.3g}, {self.seconds:.2g} s)"
+
+
+def one_gradient(update: Update) -> tuple[Update, str]:
+    """The update as one gradient, which a change of weights after a single step is; or why it is none."""
+    steps = 1 if update.local is None else len(update.local.batches(update.batch_size))
+    if steps == 1:
+        return mean_gradient(update), ""
+    return update, (
+        f"the weights moved between {steps} local steps, so no one gradient was sent: match_gradients goes through "
+        "them, and client.mean_gradient gives the mean of their gradients, to try where the weights moved little"
+    )
 
 
 def norm(tensors) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradinv import rank
 from gradinv.attacks.last_layer import HOMOGENEOUS, Start, starts
-from gradinv.attacks.reconstruction import Reconstruction
+from gradinv.attacks.reconstruction import Reconstruction, one_gradient
 from gradinv.attacks.virtual import virtual_constraints
 from gradinv.client import Update, expect_update, loss_of, working_copy
 from gradinv.layers import Block, NotCovered, Operator, Stage, balance, chain, undo
@@ -62,6 +62,7 @@ def r_gap(update: Update, *, virtual: bool = True) -> Reconstruction:
     """
     expect_update(update)
     started = time.perf_counter()
+    update, several = one_gradient(update)
 
     def answer(status, why, walk=None, others=()):
         pixels, labels, like = None, update.labels, next(iter(update.gradient.values()))
@@ -80,6 +81,8 @@ def r_gap(update: Update, *, virtual: bool = True) -> Reconstruction:
             time.perf_counter() - started,
         )
 
+    if several:
+        return answer("not applicable", several)
     try:
         front, stages = chain(update.model, update.input_shape, update.mode)
         largest = torch.stack([value.abs().max() for value in update.gradient.values()])

@@ -23,11 +23,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from gradinv.attacks import sparse
-from gradinv.attacks.reconstruction import Reconstruction, norm
-from gradinv.attacks.walk_back import dense_block
-from gradinv.client import Update, expect_one_of, expect_update, loss_of, outputs_of, working_copy
+from gradinv.attacks.reconstruction import Reconstruction, norm, one_gradient
+from gradinv.attacks.walk_back import dense_block, to_pixels
+from gradinv.client import Update, expect_one_of, expect_update, expect_whole, loss_of, outputs_of, working_copy
 from gradinv.layers import Layer, read, slope
-from gradinv.victims import Normalize
 
 SEARCHES = ("l1", "sampling")
 PATIENCE = 20
@@ -70,11 +69,11 @@ def unmix(update: Update, *, search: str = "l1", patience: int = PATIENCE, seed:
     Raises ValueError for a bad option, or labels that the network does not have.
     """
     expect_one_of("search", search, SEARCHES)
-    for argument, value, least in (("patience", patience, 1), ("seed", seed, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
-            raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
+    expect_whole("patience", patience, 1)
+    expect_whole("seed", seed, 0)
     expect_update(update)
     started = time.perf_counter()
+    update, several = one_gradient(update)
     history: list[dict] = []
 
     def answer(status, why, pixels=None, labels=None, loss=1.0):
@@ -91,6 +90,8 @@ def unmix(update: Update, *, search: str = "l1", patience: int = PATIENCE, seed:
     if not 0 < size < float("inf"):
         why = "every entry of the gradient is zero" if size == 0 else "the gradient is not finite"
         return answer("weak gradient" if size == 0 else "not applicable", why)
+    if several:
+        return answer("not applicable", several)
     if reason:
         return answer("not applicable", f"the batch cannot be unmixed: {reason}")
     able = [i for i in able if update.gradient[f"{block[i][0].name}.weight"].any()]
@@ -209,7 +210,7 @@ class _Mixture:
     """
 
     def __init__(self, update: Update, layers: list[Layer], block: list[tuple[Layer, nn.Module | None]]):
-        self.update, self.block, self.normalize = update, block, layers[0].module
+        self.update, self.block, self.first = update, block, layers[0].module
         self.layer = block[-1][0]
         weight, bias = (update.gradient[f"{self.layer.name}.{part}"] for part in ("weight", "bias"))
         # a bias is the weight of an input that is always one, which tells a picture's length, and a black one from none
@@ -359,10 +360,7 @@ class _Mixture:
             above = self.block[i + 1][0].module.weight.detach().double()
             d = (d.T @ above * slope(activation, x)).T
             x = d.pinverse() @ self.update.gradient[f"{layer.name}.weight"].double()
-        pixels = x.reshape(len(x), *self.update.input_shape)
-        if isinstance(self.normalize, Normalize):
-            pixels = pixels * self.normalize.std.double() + self.normalize.mean.double()
-        return pixels
+        return to_pixels(x, self.first, self.update.input_shape)
 
     def given(self, pixels: Tensor) -> Tensor:
         """dL/dz (pictures, classes, units) of the layer for each picture by itself, with each label."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradinv.attacks.labels import restore_labels
-from gradinv.attacks.reconstruction import Reconstruction
+from gradinv.attacks.reconstruction import Reconstruction, one_gradient
 from gradinv.client import Update, expect_one_of, expect_update
 from gradinv.layers import ACTIVATIONS, Layer, read, slope
 from gradinv.victims import Normalize
@@ -41,6 +40,7 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
     expect_one_of("row", row, ROWS)
     expect_update(update)
     started = time.perf_counter()
+    update, several = one_gradient(update)
     layers = read(update.model, update.input_shape)
     block, before, front = dense_block(layers, update.gradient, update.mode)
     history: list[dict] = []
@@ -50,6 +50,8 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
         found = {"labels": update.labels, "loss": 0.0, **more}
         return Reconstruction(pixels, status=status, why=why, history=history, seconds=taken, **found)
 
+    if several:
+        return answer("not applicable", several)
     sent = [all(f"{layer.name}.{part}" in update.gradient for part in ("weight", "bias")) for layer, _ in block]
     if not any(sent):
         unknowns = torch.Size(update.input_shape).numel()
@@ -67,7 +69,7 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
     labels = update.labels
     outputs_read = not front and sent[-1] and block[-1][1] is None
     if outputs_read and update.loss == "cross_entropy" and update.batch_size == 1:
-        labels = restore_labels(update, bias=f"{block[-1][0].name}.bias")
+        labels = update.gradient[f"{block[-1][0].name}.bias"].argmin()[None]
     if walk.stopped:
         status = "blocked" if walk.blocked else "not applicable"
         return answer(status, walk.stopped, features=walk.x, labels=labels)
@@ -77,7 +79,7 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
         why = f"the walk ends at {block[0][0].name}: its {walk.x.shape[1]} inputs are in .features; they are features, "
         why += f"not pixels, since {before}{mixture}"
         return answer("not applicable", why, features=walk.x, loss=residual, labels=labels)
-    pixels = _to_pixels(walk.x, layers, update.input_shape)
+    pixels = to_pixels(walk.x, layers[0].module, update.input_shape)
     if update.batch_size > 1:
         why = f"the gradient averages {update.batch_size} pictures, so this is a mixture of them"
         return answer("ambiguous", why, pixels, loss=residual)
@@ -224,8 +226,10 @@ def _front(layers: list[Layer], sent: Container[str], mode: str) -> Layer | None
     return None
 
 
-def _to_pixels(x: Tensor, layers: list[Layer], input_shape: tuple[int, ...]) -> Tensor:
-    pixels = x.reshape(1, *input_shape)
-    if isinstance(layers[0].module, Normalize):
-        pixels = pixels * layers[0].module.std + layers[0].module.mean
-    return pixels
+def to_pixels(x: Tensor, first: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
+    """Rows (n, features) that reach the first fully connected layer as the pictures (n, ...) that they came from.
+
+    first: the network's first layer, whose normalising is taken back.
+    """
+    pixels = x.reshape(len(x), *input_shape)
+    return pixels * first.std + first.mean if isinstance(first, Normalize) else pixels

@@ -99,11 +99,13 @@ def _restore_labels(layers: list[Layer], calls: Sequence[Call], sent: set[str]) 
     name = f"{last.name}." if last.name else ""
     if not isinstance(last.module, nn.Linear) or call.weight != f"{name}weight" or len(last.input_shape) != 1:
         return "no", "the outputs of the network are not those of a fully connected layer"
-    if f"{name}bias" not in sent:
-        return "no", f"{last.name}, the last layer, sends no bias"
+    if f"{name}weight" not in sent and f"{name}bias" not in sent:
+        return "no", f"{last.name}, the last layer, sends no gradient"
     if sum(other.weight == call.weight for other in calls) > 1:
         return "no", f"{last.name}, the last layer, runs more than once"
-    return "yes", f"{name}bias tells the label of a single picture, with cross-entropy"
+    if f"{name}bias" not in sent:
+        return "yes", f"{name}weight tells labels with cross-entropy, less exactly than with a bias"
+    return "yes", f"{name}bias tells the label of a single picture, and counts those of a batch, with cross-entropy"
 
 
 def _match_gradients(calls: Sequence[Call]) -> str:
