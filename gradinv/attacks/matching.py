@@ -22,7 +22,7 @@ from tqdm import tqdm
 from gradinv.attacks import lbfgs
 from gradinv.attacks.double_backward import stack
 from gradinv.attacks.labels import found_scale, last_layer, restore_labels
-from gradinv.attacks.reconstruction import WEAK, Reconstruction, norm
+from gradinv.attacks.reconstruction import WEAK, Reconstruction, norm, one_gradient
 from gradinv.client import (
     Update,
     expect_one_of,
@@ -152,29 +152,30 @@ def match_gradients(
     classes = _classes(updates)
     # a fact of the model, so that of every update
     last = last_layer(updates[0]) if updates[0].labels is None or objective == "euclidean" else None
-    if objective == "euclidean" and updates[0].local is None:
-        _warn_of_scale(updates, last)
     restored = labels == "restored" and updates[0].labels is None and last is not None
     if restored:
         updates = [dataclasses.replace(each, labels=restore_labels(each)) for each in updates]
+    sought = [one_gradient(each)[0] for each in updates]  # a single local step is a gradient, and searched as one
+    if objective == "euclidean" and sought[0].local is None:
+        _warn_of_scale(sought, last)
     started = time.perf_counter()
-    sizes = [norm(each.gradient.values()) for each in updates]
+    sizes = [norm(each.gradient.values()) for each in sought]
     runs = [
         _Run(i, each, seed + i * restarts + restart)
-        for i, each in enumerate(updates)
+        for i, each in enumerate(sought)
         for restart in range(restarts)
         if 0 < sizes[i] < float("inf")
     ]
     stopped = False
     # dropout in train mode draws from the global generator; fused attention has no second derivative
     with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH), _single_precision():
-        together, fast = _plan(updates[0], len(runs), at_once, classes, memory=optimizer == "lbfgs")
+        together, fast = _plan(sought[0], len(runs), at_once, classes, memory=optimizer == "lbfgs")
         with tqdm(total=len(runs) * steps, unit="step", disable=None if progress is None else not progress) as bar:
             try:
                 for first in range(0, len(runs), together):
                     group = runs[first : first + together]
                     torch.manual_seed(group[0].seed)
-                    kind = _Match if updates[0].local is None else _LocalMatch
+                    kind = _Match if sought[0].local is None else _LocalMatch
                     match = kind([run.update for run in group], objective, tv, fast=fast)
                     best = _Best(*_starts(group, init, classes))
                     search = _lbfgs(match, best, steps)
@@ -332,9 +333,12 @@ class _LocalMatch(_Match):
         for chosen, now in zip(reversed(self.steps), reversed(path), strict=True):
             slopes, parts = self._slopes(now, chosen, pixels, soft, create_graph=True)
             by_slope = [v - local.lr * w for v, w in zip(by_speed, by_weights, strict=True)]
-            back = torch.autograd.grad(slopes, [*parts, *weights], by_slope, allow_unused=True, materialize_grads=True)
+            wanted = parts if now is self.start else [*parts, *weights]  # nothing comes before the start
+            back = torch.autograd.grad(slopes, wanted, by_slope, allow_unused=True, materialize_grads=True)
             for total, part in zip(by_unknown, back, strict=False):
                 total[:, chosen] += part
+            if now is self.start:
+                break
             by_weights = [
                 w + local.weight_decay * s + b for w, s, b in zip(by_weights, by_slope, back[len(parts) :], strict=True)
             ]
