@@ -8,6 +8,7 @@ import copy
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float, Int64
@@ -38,16 +39,19 @@ class LocalTraining:
     shuffle: int | str | None = None
 
     def __post_init__(self):
-        expect_whole("epochs", self.epochs, 1)
-        if self.batch_size is not None:
-            expect_whole("batch_size", self.batch_size, 1)
-        if self.shuffle not in (None, "hidden"):
-            expect_whole("shuffle", self.shuffle, 0)
+        for argument, least in (("epochs", 1), ("batch_size", 1), ("shuffle", 0)):
+            value = getattr(self, argument)
+            if argument == "epochs" or not (value is None or (argument == "shuffle" and isinstance(value, str))):
+                object.__setattr__(self, argument, expect_whole(argument, value, least))
+        if isinstance(self.shuffle, str):
+            expect_one_of("shuffle", self.shuffle, ("hidden",))
         expect_positive("lr", self.lr)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum}")
-        if not 0 <= self.weight_decay < float("inf"):
-            raise ValueError(f"weight_decay must be a number of at least 0, got {self.weight_decay}")
+        for argument, value, most in (
+            ("momentum", self.momentum, 1),
+            ("weight_decay", self.weight_decay, float("inf")),
+        ):
+            if not isinstance(value, numbers.Real) or not 0 <= value < most:
+                raise ValueError(f"{argument} must be a number of at least 0 and below {most}, got {value!r}")
 
     def batches(self, count: int) -> list[Tensor]:
         """Which of `count` pictures each step takes, one int64 tensor a step; a hidden order is taken as the given."""
@@ -62,7 +66,7 @@ class LocalTraining:
     def pushes(self, count: int) -> list[float]:
         """How far each step's gradient moves the weights in all, in units of lr: 1 but for momentum."""
         steps = len(self.batches(count))
-        return [sum(self.momentum**later for later in range(steps - step)) for step in range(steps)]
+        return [*accumulate(self.momentum**later for later in range(steps))][::-1]
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,11 @@ class Update:
         expect_one_of("loss", self.loss, LOSSES)
         expect_one_of("mode", self.mode, MODES)
         expect_positive("scale", self.scale)
+        if self.local is not None and (not isinstance(self.local, LocalTraining) or self.scale != 1):
+            raise ValueError(
+                "local must be a LocalTraining, on the mean loss (scale=1, else lr holds the factor), got "
+                f"{self.local!r} and scale={self.scale}"
+            )
         if self.labels is not None:
             device = next(iter(self.gradient.values())).device
             _check_labels(self.labels, self.batch_size, device, self.loss)
@@ -152,14 +161,15 @@ def expect_one_of(argument: str, value, allowed: tuple[str, ...]) -> None:
 
 def expect_positive(argument: str, value: float | int, *, finite: bool = True) -> None:
     """Raise ValueError unless a number is above zero and, if so asked, finite."""
-    if not 0 < value <= float("inf") or (finite and value == float("inf")):
-        raise ValueError(f"{argument} must be a {'finite ' if finite else ''}number above 0, got {value}")
+    if not isinstance(value, numbers.Real) or not 0 < value <= float("inf") or (finite and value == float("inf")):
+        raise ValueError(f"{argument} must be a {'finite ' if finite else ''}number above 0, got {value!r}")
 
 
-def expect_whole(argument: str, value, least: int) -> None:
-    """Raise ValueError unless a value is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+def expect_whole(argument: str, value, least: int) -> int:
+    """The value as an int. Raises ValueError unless it is a whole number of at least `least` that 64 bits can hold."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= value < 2**63:
         raise ValueError(f"{argument} must be a whole number of at least {least}, got {value!r}")
+    return int(value)
 
 
 @torch.enable_grad()
@@ -263,10 +273,10 @@ def local_update(
 def mean_gradient(update: Update) -> Update:
     """A change of weights read as one gradient: that of a single step, or the mean over the steps.
 
-    Exact for one step. Of several steps it is the mean of their gradients, each taken where the weights then were,
-    and `model` is a copy with the weights of the mean place on a straight way. So the smaller the way, the better: the
-    closed-form attacks may be tried on it, at one's own risk. The decay of the weights is taken off, at that
-    place; momentum counts the early steps more. A plain gradient is given back as it is.
+    Exact for one step. Of several steps it is the mean of their gradients, each taken where the weights then were, and
+    `model` is a copy with the weights (those that were sent) of the mean place on a straight way. So the smaller the
+    way, the better: the closed-form attacks may be tried on it, at one's own risk. The decay of the weights is taken
+    off, at that place; momentum counts the early steps more. A plain gradient is given back as it is.
     """
     if update.local is None:
         return update
@@ -274,20 +284,20 @@ def mean_gradient(update: Update) -> Update:
     pushes = local.pushes(update.batch_size)
     total = sum(pushes)
     # with gradients that are all alike, each step starts after the part of the way that the later pushes leave
-    gone = [sum(pushes[len(pushes) - step :]) / total for step in range(len(pushes))]
-    place = sum(push * part for push, part in zip(pushes, gone, strict=True)) / total
+    gone = [0.0, *accumulate(reversed(pushes[1:]))]
+    place = sum(push * part for push, part in zip(pushes, gone, strict=True)) / total**2
     model = update.model
     if len(pushes) > 1:
         model = copy.deepcopy(model)
         with torch.no_grad():
             for name, change in update.gradient.items():
                 model.get_parameter(name).sub_(place * change)
-    found = {
-        name: change / (local.lr * total) - local.weight_decay * model.get_parameter(name).detach()
-        for name, change in update.gradient.items()
-    }
-    if update.pruned:
-        found = {name: value.where(update.gradient[name] != 0, 0.0) for name, value in found.items()}
+    found = {name: change / (local.lr * total) for name, change in update.gradient.items()}
+    if local.weight_decay:
+        for name, change in update.gradient.items():
+            decay = local.weight_decay * model.get_parameter(name).detach()
+            # what was pruned, or has no part in the loss so that SGD leaves it alone, did not decay
+            found[name] -= decay * ((change != 0) if update.pruned else change.any())
     return replace(update, model=model, gradient=found, local=None)
 
 

@@ -58,15 +58,16 @@ def distractors_nearer(
     al. 2021 call image identifiability precision, there with the features of a network.
     """
     _check(reconstruction, truth)
-    if distractors.shape[1:] != truth.shape[1:]:
-        raise ValueError(
-            f"distractors must have pictures of shape {tuple(truth.shape[1:])}, got {tuple(distractors.shape[1:])}"
-        )
-    found = reconstruction.flatten(1).double()
-    own = (found - truth.flatten(1).double()).norm(dim=1, keepdim=True)
-    among, beside = (torch.cdist(found, others.flatten(1).double()) for others in (truth, distractors))
-    among.fill_diagonal_(float("inf"))
-    return (torch.cat([among, beside], 1) <= own).sum(1)
+    if not isinstance(distractors, Tensor) or distractors.shape[1:] != truth.shape[1:]:
+        got = tuple(distractors.shape[1:]) if isinstance(distractors, Tensor) else type(distractors).__name__
+        raise ValueError(f"distractors must have pictures of shape {tuple(truth.shape[1:])}, got {got}")
+    others = torch.cat([truth, distractors]).flatten(1).double()
+    if not (reconstruction.isfinite().all() and others.isfinite().all()):
+        raise ValueError("reconstruction, truth and distractors must be finite to be compared")
+    # not through a matrix product, which would tell a picture from its copy by rounding
+    apart = torch.cdist(reconstruction.flatten(1).double(), others, compute_mode="donot_use_mm_for_euclid_dist")
+    own = apart.diagonal()[:, None].clone()
+    return (apart <= own).sum(1) - 1  # itself
 
 
 def _check(reconstruction, truth) -> None:

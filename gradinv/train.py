@@ -44,7 +44,9 @@ BLOCKS = tuple(f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0
 RECIPES = {
     "fc": Recipe(lambda: victims.fc((3072, 64, 64, 10)), epochs=20, lr=0.05, augment=False, snapshots=(1, 5)),
     "lenet": Recipe(lambda: victims.lenet(), epochs=30, lr=0.02, augment=False),
+    "lenet-10": Recipe(lambda: victims.lenet(), epochs=10, lr=0.02, augment=False, snapshots=(1, 3)),
     "resnet20-w16": Recipe(lambda: victims.resnet(20, 16), epochs=30, lr=0.1, augment=True),
+    "resnet20-w16-plain": Recipe(lambda: victims.resnet(20, 16), epochs=30, lr=0.1, augment=False),
     "resnet20-w64": Recipe(lambda: victims.resnet(20, 64), epochs=30, lr=0.1, augment=True),
     "resnet18-w16": _skip_cut(16, (), snapshots=(1, 5)),
     **{f"resnet18-w{width}": _skip_cut(width, ()) for width in (8, 64)},

@@ -85,7 +85,7 @@ def test_what_cannot_be_read_is_said(update):
     assert found_scale(update, last_layer(update)) is None
     with pytest.raises(ValueError, match="labels can be restored from cross-entropy"):
         attacks.restore_labels(update)
-    with pytest.raises(ValueError, match="least_counts needs cross-entropy"):
+    with pytest.raises(ValueError, match="labels can be restored from cross-entropy"):
         attacks.least_counts(update)
 
 
@@ -233,6 +233,118 @@ def test_least_counts_are_never_too_many(labels, seed, scale):
     assert (least <= labels.bincount(minlength=4)).all()
     assert len(counted) == len(labels) and (counted.bincount(minlength=4) >= least).all()
     assert counted.tolist() == sorted(counted.tolist())
+
+
+# --- odd gradients ---
+
+
+def small_batch(model=None):
+    model = model or victims.fc((12, 7, 4), activation="tanh").double()
+    return client.gradient(model, torch.rand(4, 12).double(), torch.tensor([0, 1, 1, 3]), reveal_labels=False)
+
+
+def times(update, factor):
+    return changed(update, gradient={name: value * factor for name, value in update.gradient.items()})
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_refused(factor):
+    for read_off in (attacks.restore_labels, attacks.least_counts):
+        with pytest.raises(ValueError, match="update must be finite"):
+            read_off(times(small_batch(), factor))
+
+
+def test_a_search_goes_on_without_the_updates_that_say_nothing():
+    update = small_batch()
+    odd = [times(update, factor) for factor in (float("nan"), 0.0, 1.0)]
+    found = attacks.match_gradients(odd, steps=1)
+    assert [one.status for one in found] == ["not applicable", "weak gradient", "approximate"]
+    assert found[2].labels.tolist() == [0, 1, 1, 3]
+
+
+@pytest.mark.parametrize("factor", [1e-200, 1e-12, 1e12, 1e200])
+def test_a_gradient_of_any_size_is_counted(factor):
+    assert len(attacks.restore_labels(times(small_batch(), factor))) == 4
+
+
+def test_a_bias_gradient_that_is_all_zero_is_counted_somehow():
+    update = small_batch()
+    update.gradient["4.bias" if "4.bias" in update.gradient else "3.bias"].zero_()
+    assert len(attacks.restore_labels(update)) == 4
+
+
+def test_one_picture_whose_gradient_was_rounded_away_has_no_label():
+    model = victims.fc((12, 6, 4))
+    with torch.no_grad():
+        model[3].bias[2] = 200
+    update = update_of(model, shape=(12,))
+    with pytest.raises(ValueError, match="the label cannot be told"):
+        attacks.restore_labels(update)
+    assert attacks.walk_back(update).labels is None
+    attacks.match_gradients(update, steps=1)
+
+
+def test_more_pictures_than_declared_are_no_proof():
+    with pytest.raises(ValueError, match="batch_size or scale is not what the client used"):
+        attacks.least_counts(changed(small_batch(), scale=1e-3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_proves_no_picture(dtype, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 10))
+    with torch.no_grad():
+        model[2].bias[5] = -12  # a class that the model has never seen
+    labels = torch.randint(0, 10, (64,))
+    pixels, count = torch.rand(64, 6), labels.bincount(minlength=10)
+    plain = client.gradient(model.to(dtype), pixels.to(dtype), labels)
+    assert (attacks.least_counts(plain) <= count).all()
+    for local in (LocalTraining(lr=1e-4), LocalTraining(epochs=5, batch_size=16, lr=1e-3)):
+        update = client.local_update(model.float(), pixels, labels, local)
+        assert (attacks.least_counts(update) <= count).all()
+
+
+def test_a_shared_bias_tells_nothing():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.first = nn.Linear(5, 4), nn.Linear(12, 4)
+            self.up = nn.Linear(4, 5)
+            self.first.bias = self.last.bias
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.up(self.first(x))))
+
+    assert last_layer(small_batch(Tied().double())) is None
+
+
+def test_outputs_that_change_in_train_mode_only_tell_nothing():
+    class Tripled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = victims.fc((12, 6, 4)).double()
+
+        def forward(self, x):
+            return self.net(x) * (3 if self.training else 1)
+
+    pixels = torch.rand(2, 12).double()
+    for mode, there in (("eval", True), ("train", False)):
+        update = client.gradient(Tripled(), pixels, torch.tensor([0, 1]), mode=mode)
+        assert (last_layer(update) is not None) == there
+
+
+def test_a_network_without_layers_of_its_own_has_no_last_one():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(12, 4).double()
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.layer.weight, self.layer.bias)
+
+    assert last_layer(small_batch(Functional())) is None
+    assert attacks.match_gradients(small_batch(Functional()), steps=1).status == "approximate"
 
 
 # --- changes of weights ---

@@ -81,6 +81,40 @@ def test_what_a_client_pruned_is_left_out():
     assert match(here)[0] < 1e-20 < match(there)[0]
 
 
+class Unused(nn.Module):
+    """Has a layer that takes no part in the loss, which SGD leaves alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.aux = net(), nn.Linear(5, 2).double()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+@pytest.mark.parametrize("local", [LOCAL[2], LocalTraining(lr=0.1, weight_decay=0.5)])
+def test_what_has_no_part_in_the_loss_does_not_decay(local):
+    pixels, labels = pictures(3)
+    model = Unused()
+    update = client.local_update(model, pixels, labels, local)
+    assert matching._LocalMatch([update], "cosine", 0.0)(pixels[None].clone().requires_grad_(True))[0] < 1e-20
+    assert not client.mean_gradient(update).gradient["aux.weight"].any()
+
+
+def test_what_was_not_sent_is_trained_all_the_same():
+    pixels, labels = pictures(3)
+    update = client.local_update(net(), pixels, labels, LocalTraining(epochs=5, lr=0.5))
+    part = dataclasses.replace(update, gradient=dict(list(update.gradient.items())[-2:]))
+    data, _, slopes = matching._LocalMatch([part], "cosine", 0.0)(pixels[None].clone().requires_grad_(True))
+    assert data < 1e-20 and slopes[0].abs().max() < 1e-8
+
+
+def test_a_scaled_loss_is_no_local_training():
+    update = client.local_update(net(), *pictures(1), LocalTraining())
+    with pytest.raises(ValueError, match="local must be a LocalTraining, on the mean loss"):
+        dataclasses.replace(update, scale=2.0)
+
+
 SAID = {
     "through 3 local steps": LocalTraining(epochs=3),
     "through 4 local steps with the batches in the order that the update gives": LocalTraining(2, 2),
@@ -96,6 +130,7 @@ def test_an_attack_says_what_it_assumes(said):
     assert attacks.match_gradients(update, steps=2).why == f"the best match after 2 steps; {said}"
     hidden = attacks.match_gradients(dataclasses.replace(update, labels=None), steps=2)
     assert hidden.labels.tolist() == [0, 1, 2]
+    assert "the labels were read off the last layer and are " in hidden.why
     assert hidden.why.endswith("each label in the batch of its place in ascending order") == ("order" in said)
 
 

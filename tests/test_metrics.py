@@ -144,3 +144,12 @@ def test_distractors_nearer_counts_what_lies_between():
 def test_distractors_of_another_shape_are_named():
     with pytest.raises(ValueError, match="distractors must have pictures of shape"):
         metrics.distractors_nearer(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+def test_a_copy_of_the_truth_is_never_told_apart():
+    truth = torch.rand(2, 5)
+    found = truth + 1e-9
+    others = torch.cat([torch.rand(1000, 5), truth])
+    assert (metrics.distractors_nearer(found, truth, others) >= 1).all()
+    with pytest.raises(ValueError, match="must be finite"):
+        metrics.distractors_nearer(found * float("nan"), truth, others)

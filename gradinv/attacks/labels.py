@@ -7,6 +7,8 @@ An untrained network says nearly the same p of every picture, so any picture tel
 too (Ma et al. 2023, iLRG, read it class by class); a trained one is asked with pictures that are like the client's.
 """
 
+import math
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
@@ -31,7 +33,8 @@ def restore_labels(update: Update, *, public: Float[Tensor, "m ..."] | None = No
 
     The order of the pictures is not in a gradient. For one picture with a biased last layer the label is certain, and
     so are labels that `least_counts` proves. All others are counts to the nearest picture: nearly all right before
-    training, and the less so the surer the network is.
+    training, and the less so the surer the network is, or where the gradient is not `Update.scale` times that of the
+    mean loss, as after clipping.
 
     Args:
         update: a gradient, or a change of weights, which is read as the mean of its steps (`client.mean_gradient`).
@@ -40,22 +43,22 @@ def restore_labels(update: Update, *, public: Float[Tensor, "m ..."] | None = No
             Without them p comes from the features that the gradient shows; and where the last layer has no bias
             from uniform noise.
 
-    Raises ValueError for another loss than cross-entropy, or a network that does not end in a fully connected layer
-    whose gradient was sent.
+    Raises ValueError for another loss than cross-entropy, a network that does not end in a fully connected layer
+    whose gradient was sent, a gradient that is not finite, or one picture whose gradient was rounded to nothing.
     """
     expect_update(update)
-    proves, update = _proves(update), mean_gradient(update)
-    layer = last_layer(update)
-    if layer is None:
-        raise ValueError(f"labels can be restored from {FULLY_CONNECTED}, which this update has not")
+    original, update = update, mean_gradient(update)
+    layer = _expect_last_layer(update)
     n, (weight, bias) = update.batch_size, _sent(update, layer)
     if n == 1 and bias is not None:
+        if not bias.min() < 0:
+            raise ValueError("the label cannot be told: no entry of the last bias's gradient is below zero")
         return bias.argmin()[None]
     features = probabilities = None
     if public is not None or bias is None or weight is None:
         features, probabilities = _seen(update, layer, public)
     if bias is not None:
-        by_class, least = bias / update.scale, _least(update, layer) * proves
+        by_class, least = bias / update.scale, _least(original, layer) * _proves(original)
     else:
         # with <a, h> near 1 for every picture, dL/dW a is what dL/db would be
         middle = features.mean(0)
@@ -64,7 +67,7 @@ def restore_labels(update: Update, *, public: Float[Tensor, "m ..."] | None = No
             return _only_one(weight, by_class).argmin()[None]
         least = (by_class < 0).long()
     if probabilities is None:
-        h = by_class @ weight / update.scale / by_class.square().sum()
+        h = (by_class @ weight / update.scale / by_class.square().sum()).nan_to_num()
         probabilities = _probabilities(layer, h[None])
     shares = _shares(by_class.cpu().numpy(), probabilities.cpu().numpy())
     counts = torch.from_numpy(_rounded(n * shares, n, least.cpu().numpy())).to(by_class.device)
@@ -75,9 +78,11 @@ def least_counts(update: Update) -> Int64[Tensor, " classes"]:
     """How often each class is in the batch at least; a proof, without any assumption on the pictures.
 
     Every p is positive, so a class is there more than -n dL/db times. Where these add up to the size of the batch, the
-    labels are certain. All zero where the last layer has no bias, or its gradient was not sent.
+    labels are certain. Rounding is allowed for. It holds for what the update says it is: not for a gradient that was
+    noised, quantised or clipped, or a scale that is not declared. All zero where no bias of the last layer was sent.
 
-    Raises ValueError as `restore_labels` does, and for a change of weights whose batches are not all of one size.
+    Raises ValueError as `restore_labels` does, for a change of weights whose steps do not count every picture alike,
+    and where the counts are more than the batch, so that the update is not what it says.
     """
     expect_update(update)
     if not _proves(update):
@@ -85,11 +90,20 @@ def least_counts(update: Update) -> Int64[Tensor, " classes"]:
             "least_counts needs steps that count every picture alike, got a smaller last batch, several batches with "
             "momentum, or several steps with weight decay"
         )
-    update = mean_gradient(update)
-    layer = last_layer(update)
-    if layer is None:
-        raise ValueError(f"least_counts needs {FULLY_CONNECTED}, which this update has not")
-    return _least(update, layer)
+    least = _least(update, _expect_last_layer(mean_gradient(update)))
+    if least.sum() > update.batch_size:
+        raise ValueError(
+            f"the gradient shows at least {int(least.sum())} pictures, but batch_size is {update.batch_size}: "
+            "batch_size or scale is not what the client used, or the gradient was changed on its way"
+        )
+    return least
+
+
+def certain(update: Update) -> bool:
+    """Whether labels that were read off an update are proved."""
+    return update.batch_size == 1 or (
+        _proves(update) and int(_least(update, _expect_last_layer(mean_gradient(update))).sum()) == update.batch_size
+    )
 
 
 def found_scale(update: Update, layer: Layer | None) -> float | None:
@@ -111,21 +125,36 @@ def found_scale(update: Update, layer: Layer | None) -> float | None:
 
 def last_layer(update: Update) -> Layer | None:
     """The layer that tells labels: fully connected, with the network's outputs, run once, and its gradient sent."""
-    if update.loss != "cross_entropy":
+    layers = read(update.model, update.input_shape)
+    if update.loss != "cross_entropy" or not layers:
         return None
-    last: Layer = read(update.model, update.input_shape)[-1]
+    last: Layer = layers[-1]
     weight, bias = _names(last)
     if not isinstance(last.module, nn.Linear) or len(last.input_shape) != 1:
         return None
     if not {weight, bias} & set(update.gradient) or (last.module.bias is None and weight not in update.gradient):
         return None
-    model = working_copy(update.model, "eval")
+    named = update.model.named_parameters(remove_duplicate=False)
+    if sum(parameter is own for _, parameter in named for own in last.module.parameters()) > len(
+        list(last.module.parameters())
+    ):  # its gradient is not its own
+        return None
+    model = working_copy(update.model, update.mode)
     given: list[Tensor] = []
     model.get_submodule(last.name).register_forward_hook(lambda module, inputs, output: given.append(output.clone()))
     like = next(iter(update.gradient.values()))
-    with torch.no_grad():
-        outputs = outputs_of(model, like.new_full((1, *update.input_shape), 0.5))
+    with torch.no_grad(), torch.random.fork_rng():
+        outputs = outputs_of(model, like.new_full((2, *update.input_shape), 0.5))
     return last if len(given) == 1 and torch.equal(outputs, given[0]) else None
+
+
+def _expect_last_layer(update: Update) -> Layer:
+    if not all(value.isfinite().all() for value in update.gradient.values()):
+        raise ValueError("update must be finite for labels to be read off, got NaN or infinity")
+    layer = last_layer(update)
+    if layer is None:
+        raise ValueError(f"labels can be restored from {FULLY_CONNECTED}, which this update has not")
+    return layer
 
 
 def _names(layer: Layer) -> tuple[str, str]:
@@ -148,6 +177,8 @@ def _probabilities(layer: Layer, features: Tensor) -> Tensor:
 def _seen(update: Update, layer: Layer, public: Tensor | None) -> tuple[Tensor, Tensor]:
     """The features that some pictures have before the last layer, and their probabilities, both (m, ...)."""
     like = next(iter(update.gradient.values()))
+    if public is not None and not isinstance(public, Tensor):
+        raise ValueError(f"public must be a tensor of pictures (m, ...), got {type(public).__name__}")
     if public is None:
         noise = torch.rand((STAND_INS, *update.input_shape), generator=torch.Generator().manual_seed(0))
         public = noise.to(like)
@@ -157,7 +188,7 @@ def _seen(update: Update, layer: Layer, public: Tensor | None) -> tuple[Tensor, 
     model, features = working_copy(update.model, update.mode), []
     model.get_submodule(layer.name).register_forward_pre_hook(lambda module, inputs: features.append(inputs[0]))
     with torch.random.fork_rng():  # dropout in train mode draws from it
-        for some in public.split(STAND_INS):
+        for some in public.tensor_split(math.ceil(len(public) / STAND_INS)):
             outputs_of(model, some)
     seen = torch.cat(features).double()
     return seen, _probabilities(layer, seen)
@@ -175,10 +206,18 @@ def _proves(update: Update) -> bool:
 
 
 def _least(update: Update, layer: Layer) -> Tensor:
-    bias = _sent(update, layer)[1]
+    """The least counts (classes,), with what rounding may add taken off: of the entries, and of the weights' change."""
+    own = layer.module.bias
+    bias = _sent(mean_gradient(update), layer)[1]
     if bias is None:
-        return torch.zeros(layer.module.out_features, dtype=torch.int64)
-    return (-update.batch_size / update.scale * bias - SLACK).ceil().clamp(min=0).long()
+        return torch.zeros(layer.module.out_features, dtype=torch.int64, device=layer.module.weight.device)
+    eps = torch.finfo(own.dtype).eps
+    slack = SLACK + update.batch_size * eps
+    if update.local is not None:
+        pushes = update.local.pushes(update.batch_size)
+        moved = update.batch_size / (update.local.lr * sum(pushes))
+        slack = slack + eps * len(pushes) * own.detach().double().abs() * moved
+    return (-update.batch_size / update.scale * bias - slack).ceil().clamp(min=0).long()
 
 
 def _only_one(weight: Tensor, by_class: Tensor) -> Tensor:
@@ -200,7 +239,11 @@ def _shares(by_class: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
     confusion = probabilities.T @ probabilities / probabilities.sum(0).clip(1e-300)[:, None]
     classes = len(by_class)
     system = np.vstack([confusion.T - np.eye(classes), np.full(classes, WHOLE_BATCH)])
-    return nnls(system, np.append(by_class, WHOLE_BATCH), maxiter=100 * classes)[0]
+    try:
+        shares = nnls(system, np.append(by_class, WHOLE_BATCH), maxiter=100 * classes)[0]
+    except RuntimeError:  # it ran out of steps
+        shares = np.zeros(classes)
+    return shares / shares.sum() if shares.sum() > 0 else np.full(classes, 1 / classes)
 
 
 def _rounded(counts: np.ndarray, n: int, least: np.ndarray) -> np.ndarray:

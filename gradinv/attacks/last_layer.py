@@ -17,7 +17,7 @@ from scipy.special import expit, lambertw, softmax
 from torch import Tensor, nn
 
 from gradinv.attacks.reconstruction import one_gradient
-from gradinv.client import Update
+from gradinv.client import Update, expect_update
 from gradinv.layers import NotCovered, Stage, read
 
 # The largest mu with a twin of equal loss: where both roots meet, 1 + W(1/e); the value there is -W(1/e).
@@ -41,6 +41,7 @@ def logits(update: Update) -> tuple[float, ...]:
 
     Raises ValueError unless the loss is logistic, the batch is one picture and the last layer is linear without bias.
     """
+    expect_update(update)
     update, several = one_gradient(update)
     if several:
         raise ValueError(f"logits needs one gradient, but {several}")

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from gradinv.attacks import lbfgs
 from gradinv.attacks.double_backward import stack
-from gradinv.attacks.labels import found_scale, last_layer, restore_labels
+from gradinv.attacks.labels import certain, found_scale, last_layer, restore_labels
 from gradinv.attacks.reconstruction import WEAK, Reconstruction, norm, one_gradient
 from gradinv.client import (
     Update,
@@ -133,6 +133,9 @@ def match_gradients(
         at_once: most runs to take through the loop together; by default as many as memory allows.
         progress: show a bar; by default only in a terminal.
 
+    Restored labels are taken as known, and `why` says whether they are proved. Dropout in train mode draws new masks at
+    each evaluation, so that nothing matches exactly.
+
     Returns:
         status "approximate", "weak gradient" or "diverged", or "not applicable" for a gradient that is not finite;
         loss is the data term of the winner, history the objective with TV at every evaluation of the winner
@@ -145,31 +148,40 @@ def match_gradients(
     updates = [update] if isinstance(update, Update) else update
     _check_updates(updates)
     _check_options(updates[0], objective, optimizer, schedule, labels, init, lr, tv)
-    for argument, value, least in (("steps", steps, 1), ("restarts", restarts, 1), ("seed", seed, 0)):
+    steps, restarts, seed = (
         expect_whole(argument, value, least)
-    if at_once is not None:
-        expect_whole("at_once", at_once, 1)
+        for argument, value, least in (("steps", steps, 1), ("restarts", restarts, 1), ("seed", seed, 0))
+    )
+    at_once = None if at_once is None else expect_whole("at_once", at_once, 1)
     classes = _classes(updates)
     # a fact of the model, so that of every update
     last = last_layer(updates[0]) if updates[0].labels is None or objective == "euclidean" else None
+    sizes = [norm(each.gradient.values()) for each in updates]
+    says = [0 < size < float("inf") for size in sizes]
     restored = labels == "restored" and updates[0].labels is None and last is not None
     if restored:
-        updates = [dataclasses.replace(each, labels=restore_labels(each)) for each in updates]
+        try:
+            updates = [
+                dataclasses.replace(each, labels=restore_labels(each)) if able else each
+                for each, able in zip(updates, says, strict=True)
+            ]
+        except ValueError:  # rounded to nothing
+            restored = False
     sought = [one_gradient(each)[0] for each in updates]  # a single local step is a gradient, and searched as one
     if objective == "euclidean" and sought[0].local is None:
         _warn_of_scale(sought, last)
     started = time.perf_counter()
-    sizes = [norm(each.gradient.values()) for each in sought]
     runs = [
         _Run(i, each, seed + i * restarts + restart)
         for i, each in enumerate(sought)
         for restart in range(restarts)
-        if 0 < sizes[i] < float("inf")
+        if says[i]
     ]
     stopped = False
     # dropout in train mode draws from the global generator; fused attention has no second derivative
     with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH), _single_precision():
-        together, fast = _plan(sought[0], len(runs), at_once, classes, memory=optimizer == "lbfgs")
+        planned = runs[0].update if runs else sought[0]
+        together, fast = _plan(planned, len(runs), at_once, classes, memory=optimizer == "lbfgs")
         with tqdm(total=len(runs) * steps, unit="step", disable=None if progress is None else not progress) as bar:
             try:
                 for first in range(0, len(runs), together):
@@ -305,42 +317,47 @@ class _LocalMatch(_Match):
 
     def __init__(self, updates: Sequence[Update], objective: str, tv: float, *, fast: bool = False):
         super().__init__(updates, objective, tv, fast=False)
-        self.local = updates[0].local
-        self.steps = [chosen.to(self.minus_target[0].device) for chosen in self.local.batches(updates[0].batch_size)]
+        first = updates[0]
+        also = [name for name, p in first.model.named_parameters() if p.requires_grad and name not in first.gradient]
+        self.stacked = stack(first.model, first.mode, [*first.gradient, *also], 1, fast=False)  # moved, though not sent
+        self.local = first.local
+        self.steps = [chosen.to(self.minus_target[0].device) for chosen in self.local.batches(first.batch_size)]
         self.start = [weight.detach().clone() for weight in self.stacked.weights.values()]
 
     def __call__(self, pixels: Tensor, soft: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
         local, weights = self.local, list(self.stacked.weights.values())
-        path, speed, change = [], [torch.zeros_like(weight) for weight in weights], None
+        path, speed, change = [], *([torch.zeros_like(weight) for weight in weights] for _ in range(2))
         now = self.start
         for chosen in self.steps:
             path.append(now)
             slopes, _ = self._slopes(now, chosen, pixels, soft, create_graph=False)
+            # what has no part in the loss stays where it is, without decay, as torch.optim.SGD has it
             speed = [
-                local.momentum * v + g + local.weight_decay * w for v, g, w in zip(speed, slopes, now, strict=True)
+                v if g is None else local.momentum * v + g + local.weight_decay * w
+                for v, g, w in zip(speed, slopes, now, strict=True)
             ]
             # summed by itself, since a difference of weights would hold their rounding
-            change = (
-                [local.lr * v for v in speed]
-                if change is None
-                else [c + local.lr * v for c, v in zip(change, speed, strict=True)]
-            )
+            change = [c + local.lr * v for c, v in zip(change, speed, strict=True)]
             now = [w - c for w, c in zip(self.start, change, strict=True)]
-        data, direction, factor = self._match(self._as_sent(change))
-        by_weights = [-_by_run(factor, d).mul(d).view_as(w) for d, w in zip(direction, weights, strict=True)]
+        data, direction, factor = self._match(self._as_sent(change[: len(self.minus_target)]))
+        by_weights = [torch.zeros_like(weight) for weight in weights]
+        for i, d in enumerate(direction):
+            by_weights[i] = -_by_run(factor, d).mul(d).view_as(weights[i])
         by_speed = [torch.zeros_like(weight) for weight in weights]
         by_unknown = [torch.zeros_like(unknown) for unknown in (pixels, soft) if unknown is not None]
         for chosen, now in zip(reversed(self.steps), reversed(path), strict=True):
             slopes, parts = self._slopes(now, chosen, pixels, soft, create_graph=True)
             by_slope = [v - local.lr * w for v, w in zip(by_speed, by_weights, strict=True)]
+            outputs, by = zip(*((g, b) for g, b in zip(slopes, by_slope, strict=True) if g is not None), strict=True)
             wanted = parts if now is self.start else [*parts, *weights]  # nothing comes before the start
-            back = torch.autograd.grad(slopes, wanted, by_slope, allow_unused=True, materialize_grads=True)
+            back = torch.autograd.grad(outputs, wanted, by, allow_unused=True, materialize_grads=True)
             for total, part in zip(by_unknown, back, strict=False):
                 total[:, chosen] += part
             if now is self.start:
                 break
             by_weights = [
-                w + local.weight_decay * s + b for w, s, b in zip(by_weights, by_slope, back[len(parts) :], strict=True)
+                w if g is None else w + local.weight_decay * s + b
+                for w, g, s, b in zip(by_weights, slopes, by_slope, back[len(parts) :], strict=True)
             ]
             by_speed = [local.momentum * s for s in by_slope]
         if not self.tv:
@@ -351,21 +368,15 @@ class _LocalMatch(_Match):
 
     def _slopes(
         self, weights: list[Tensor], chosen: Tensor, pixels: Tensor, soft: Tensor | None, *, create_graph: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradient of one step at some weights, and the parts of the unknowns that it depends on."""
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """The gradient of one step at some weights, None for what has no part in it, and the unknowns that it takes."""
         for parameter, weight in zip(self.stacked.weights.values(), weights, strict=True):
             parameter.data.copy_(weight)
         parts = [unknown.detach()[:, chosen].requires_grad_(True) for unknown in (pixels, soft) if unknown is not None]
         labels = self.labels[chosen] if soft is None else parts[1].softmax(2).flatten(0, 1)
         loss = loss_of(self.stacked.model, parts[0].flatten(0, 1), labels, self.loss)
-        found = torch.autograd.grad(
-            loss,
-            list(self.stacked.weights.values()),
-            create_graph=create_graph,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        return list(found), parts
+        weights = list(self.stacked.weights.values())
+        return list(torch.autograd.grad(loss, weights, create_graph=create_graph, allow_unused=True)), parts
 
 
 def _size(tensors: Sequence[Tensor]) -> Tensor:
@@ -610,7 +621,7 @@ def _result(
     lost = sum(not run.data < float("inf") for run in begun)
     if finite and lost:
         why += f"; {lost} of {len(begun)} starts never had a finite objective"
-    why += _assumed(update, restored)
+    why += _assumed(update, restored and update.labels is not None)
     return Reconstruction(
         best.pixels if finite else None,
         update.labels if update.labels is not None else best.labels,
@@ -638,11 +649,14 @@ def _weak(update: Update) -> str:
 
 
 def _assumed(update: Update, restored: bool) -> str:
-    """What the attack took for granted of the local training, as the end of the sentence that says how it went."""
+    """What the attack took for granted of labels and local training, the end of the sentence that says how it went."""
+    said = ""
+    if restored:
+        said = f"; the labels were read off the last layer and are {'proved' if certain(update) else 'not certain'}"
     if update.local is None:
-        return ""
+        return said
     batches, local = update.local.batches(update.batch_size), update.local
-    said = f"; through {len(batches)} local step{'s' if len(batches) > 1 else ''}"
+    said += f"; through {len(batches)} local step{'s' if len(batches) > 1 else ''}"
     if len(batches) == local.epochs:
         return said
     if local.shuffle == "hidden":

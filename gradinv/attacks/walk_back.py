@@ -69,7 +69,8 @@ def walk_back(update: Update, *, row: str = "best") -> Reconstruction:
     labels = update.labels
     outputs_read = not front and sent[-1] and block[-1][1] is None
     if outputs_read and update.loss == "cross_entropy" and update.batch_size == 1:
-        labels = update.gradient[f"{block[-1][0].name}.bias"].argmin()[None]
+        bias = update.gradient[f"{block[-1][0].name}.bias"]
+        labels = bias.argmin()[None] if bias.min() < 0 else labels
     if walk.stopped:
         status = "blocked" if walk.blocked else "not applicable"
         return answer(status, walk.stopped, features=walk.x, labels=labels)

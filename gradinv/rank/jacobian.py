@@ -56,7 +56,8 @@ def identifiable(
 
     Args:
         update: says which parameters' gradients are sent, the batch size, the labels (the first class where they are
-            hidden) and the mode of batch norm. Its numbers are not used.
+            hidden) and the mode of batch norm. Its numbers are not used; nor are local steps, so that a change of
+            weights counts as the gradient at the server's weights.
         at: the pictures at which to look, (n, c, h, w) or (n, features); random ones where None, which gives the rank
             that almost all pictures around them have.
         probes: how many random directions to try; None for all where there are at most 4,096, else 64. The time grows
