@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -97,12 +96,6 @@ def test_the_model_stays_as_it_was():
 def test_a_number_out_of_range_is_named(options, named):
     with pytest.raises(ValueError, match=named):
         LocalTraining(**options)
-
-
-def test_whole_numbers_of_numpy_are_numbers():
-    local = LocalTraining(epochs=np.int64(2), batch_size=np.int32(2), shuffle=np.int64(1))
-    assert local == LocalTraining(epochs=2, batch_size=2, shuffle=1)
-    assert [len(step) for step in local.batches(3)] == [2, 1, 2, 1]
 
 
 def test_a_training_that_leaves_the_finite_numbers_says_so():

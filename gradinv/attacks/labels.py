@@ -130,7 +130,7 @@ def last_layer(update: Update) -> Layer | None:
         return None
     last: Layer = layers[-1]
     weight, bias = _names(last)
-    if not isinstance(last.module, nn.Linear) or len(last.input_shape) != 1:
+    if not isinstance(last.module, nn.Linear) or len(last.input_shape) != 1 or last.module.out_features < 2:
         return None
     if not {weight, bias} & set(update.gradient) or (last.module.bias is None and weight not in update.gradient):
         return None

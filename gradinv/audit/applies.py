@@ -99,6 +99,8 @@ def _restore_labels(layers: list[Layer], calls: Sequence[Call], sent: set[str]) 
     name = f"{last.name}." if last.name else ""
     if not isinstance(last.module, nn.Linear) or call.weight != f"{name}weight" or len(last.input_shape) != 1:
         return "no", "the outputs of the network are not those of a fully connected layer"
+    if last.module.out_features < 2:
+        return "no", "one output leaves cross-entropy no classes"
     if f"{name}weight" not in sent and f"{name}bias" not in sent:
         return "no", f"{last.name}, the last layer, sends no gradient"
     if sum(other.weight == call.weight for other in calls) > 1:
