@@ -100,11 +100,12 @@ def test_blocks_of_the_own_model_page_run(capsys, monkeypatch, tmp_path):
         exec(compile(block, "own_model.md", "exec"), namespace)
         printed.append(capsys.readouterr().out)
     plt.close("all")
-    example, pictures, several, gradient, stored, ranks, whole = printed
+    example, pictures, several, gradient, change, stored, ranks, whole = printed
     assert "walk_back recovered" in example and "match_gradients" in example
     assert "right of" in pictures and (tmp_path / "pictures.png").exists()
     assert several.startswith("tensor([") and several.count(",") == 3
     assert "recovered" in gradient
+    assert "through 2 local steps" in change
     assert stored == "['cat', 'dog']\n"
     ra, counted, lost = (int(line.split()[-1]) for line in ranks.splitlines())
     assert ra < 0 < counted == lost
