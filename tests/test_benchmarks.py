@@ -149,3 +149,13 @@ def test_the_cost_of_unmixing_is_printed():
     header, *rows = done.stdout.strip().splitlines()
     assert header.split() == ["pictures", "units", "time", "draws", "error"] and len(rows) == 2
     assert all(float(row.split()[-1]) < 1e-9 for row in rows)
+
+
+def test_the_cost_of_local_steps_is_printed():
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/benchmarks/local.py", "--quick"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    header, *rows = done.stdout.strip().splitlines()
+    assert header.split() == ["steps", "time", *["memory", "step", "by", "step"], *["memory", "one", "graph"], "apart"]
+    assert len(rows) == 2 and all(float(row.split()[-1]) < 1e-6 for row in rows)
