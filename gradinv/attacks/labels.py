@@ -39,9 +39,9 @@ def restore_labels(update: Update, *, public: Float[Tensor, "m ..."] | None = No
     Args:
         update: a gradient, or a change of weights, which is read as the mean of its steps (`client.mean_gradient`).
         public: pictures (m, ...) in [0, 1] like the client's, without labels, that the server has. Their
-            probabilities stand for those of the batch, class by class, which counts better once the network is trained.
-            Without them p comes from the features that the gradient shows; and where the last layer has no bias
-            from uniform noise.
+            probabilities stand for those of the batch, class by class. They help where the network is well trained and
+            they are really like the client's, and can hurt elsewhere. Without them p comes from the features that the
+            gradient shows; and where the last layer has no bias, from uniform noise.
 
     Raises ValueError for another loss than cross-entropy, a network that does not end in a fully connected layer
     whose gradient was sent, a gradient that is not finite, or one picture whose gradient was rounded to nothing.
