@@ -1,13 +1,20 @@
 """Cheap checks of the book's pages, without building the site."""
 
+import ast
 import datetime
+import json
 import pathlib
 import re
 import tomllib
 
+import cite
+import claims_table
 import matplotlib.pyplot as plt
 import pytest
+import rules
 import yaml
+
+from gradinv import chapters, claims
 
 ROOT = pathlib.Path(__file__).parent.parent
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
@@ -67,6 +74,169 @@ def test_citation_file_is_valid():
     assert all(
         set(author) in ({"name"}, {"family-names", "given-names"}) for work in works for author in work["authors"]
     )
+
+
+def test_citation_file_follows_its_schema():
+    cffconvert = pytest.importorskip("cffconvert")
+    cffconvert.Citation((ROOT / "CITATION.cff").read_text()).validate()
+
+
+def test_names_of_groups_have_no_comma():
+    """RIS would read a surname and a given name."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert not [author for author in citation["authors"] if "," in author.get("name", "")]
+
+
+def read_bibtex(text):
+    """A BibTeX entry in the words of CSL-JSON, by a parser of BibTeX."""
+    (key, entry), *others = pytest.importorskip("pybtex.database").parse_string(text, "bibtex").entries.items()
+    assert not others
+    plain = {field: unescaped(value) for field, value in entry.fields.items()}
+    for field in {"title", "booktitle"} & plain.keys():
+        assert plain[field][0] + plain[field][-1] == "{}"
+        plain[field] = plain[field][1:-1]
+    version, _, note = plain["note"].removeprefix("Version ").partition(". ")
+    people = [unescaped(re.sub(r"^\{(.*)\}$", r"\1", str(person))) for person in entry.persons["author"]]
+    kind = {"incollection": "chapter", "book": "book"}[entry.type]
+    return facts(
+        key, kind, plain["title"], plain.get("booktitle"), people, plain["year"], version, note, plain.get("url")
+    )
+
+
+def unescaped(tex):
+    return re.sub(r"\\([#$%&_{}])", r"\1", tex)
+
+
+def read_ris(text):
+    """A RIS record in the same words, by the grammar of its lines."""
+    lines = [re.fullmatch(r"([A-Z][A-Z0-9])  - (.*)", line).groups() for line in text.split("\n")]
+    assert lines[0][0] == "TY" and lines[-1] == ("ER", "")
+    found = dict(lines)
+    assert [tag for tag, _ in lines if tag != "AU"] == [tag for tag in found if tag != "AU"], "a field twice"
+    assert found["DA"].split("/")[0] == found["PY"]
+    kind = {"CHAP": "chapter", "BOOK": "book"}[found["TY"]]
+    people = [value for tag, value in lines if tag == "AU"]
+    rest = (found["PY"], found["ET"], found.get("N1"), found.get("UR"))
+    return facts(found["ID"], kind, found["TI"], found.get("T2"), people, *rest)
+
+
+def read_csl(text):
+    (work,) = json.loads(text)
+    assert {"id", "type", "title", "author", "issued", "version"} <= set(work)
+    assert datetime.date(*work["issued"]["date-parts"][0])
+    people = [author.get("literal") or f"{author['family']}, {author['given']}" for author in work["author"]]
+    rest = (str(work["issued"]["date-parts"][0][0]), work["version"], work.get("note"), work.get("URL"))
+    return facts(work["id"], work["type"], work["title"], work.get("container-title"), people, *rest)
+
+
+def facts(key, kind, title, book, people, year, version, note, url):
+    return {
+        **{"key": key, "kind": kind, "title": title, "book": book or None, "people": people, "year": year},
+        **{"version": version, "note": note or None, "url": url},
+    }
+
+
+READERS = {"bib": read_bibtex, "ris": read_ris, "json": read_csl}
+
+
+@pytest.mark.parametrize("address", ["", "https://example.org/a_book/"])
+@pytest.mark.parametrize("name", [None, *chapters.names()])
+def test_citations_agree(name, address):
+    """Every format says what `CITATION.cff`, the chapter and its largest run say."""
+    book = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    runs = [run for run in claims.results() if run["chapter"] == name]
+    page = f"{address}notebooks/{name}.html" if name else address
+    expected = facts(
+        f"gradinv:{name}" if name else "gradinv",
+        "chapter" if name else "book",
+        chapters.title(name) if name else book["title"],
+        book["title"] if name else None,
+        [author.get("name") or f"{author['family-names']}, {author['given-names']}" for author in book["authors"]],
+        book["date-released"][:4],
+        book["version"],
+        f"Outputs of {runs[-1]['date']}, commit {runs[-1]['commit']}, {runs[-1]['scale']} scale" if runs else None,
+        page if address else None,
+    )
+    work = cite.item(ROOT, address, name)
+    assert {ending: READERS[ending](write(work)) for ending, (_, write, _) in cite.FORMATS.items()} == dict.fromkeys(
+        READERS, expected
+    )
+    words = cite.in_words(work)
+    assert all(part in words for part in [*expected["people"], *map(str, filter(None, list(expected.values())[6:]))])
+
+
+def test_special_characters_survive_every_format():
+    work = {
+        **cite.item(ROOT, "", chapters.names()[0]),
+        "title": 'A 50% "cut" & {more}_or #less, $5 — für\nalle',
+        "author": [{"family": "Dröge_1", "given": "H. & S."}, {"literal": "R&D and more"}],
+    }
+    found = {ending: READERS[ending](write(work)) for ending, (_, write, _) in cite.FORMATS.items()}
+    found = {ending: {**entry, "title": " ".join(entry["title"].split())} for ending, entry in found.items()}
+    assert found["bib"] == found["ris"] == found["json"]
+    assert cite.tex("a~b^c\\") == r"a\textasciitilde{}b\textasciicircum{}c\textbackslash{}"
+
+
+def test_every_chapter_is_on_the_page_how_to_cite():
+    assert re.findall(r"```\{cite-chapter\} (\w+)", TEXTS["book/how_to_cite.md"]) == chapters.names()
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("largest_difference < 1.5 and cosine > 0.999", "*largest difference* below 1.5 and *cosine* above 0.999"),
+        ("max_error <= 1e-9 or mse == 2.5e-30", "*largest error* at most 10⁻⁹ or *MSE* equal to 2.5 × 10⁻³⁰"),
+        ("abs(a - b) < 2 + 0.2 * sd", "*a* within 2 + 0.2 × *standard deviation* of *b*"),
+        ("abs(slope + 1) <= 0.2", "*slope* within 0.2 of −1"),
+        ("abs(x) < 1 and y != -3", "*x* within 1 of 0 and *y* other than −3"),
+        ("abs(gap / 1e-5 - 1) < 0.001", "*gap* / 10⁻⁵ within 0.001 of 1"),
+        ("a - (b - c) < 2 * (x + 1) ** 2", "*a* − (*b* − *c*) below 2 × ((*x* + 1) to the power of 2)"),
+        ("max(a, b) > abs(c)", "largest of *a* and *b* above size of *c*"),
+        ("a > 1 and (b > 1 or not c > 1)", "*a* above 1 and (*b* above 1 or not (*c* above 1))"),
+        ("0 < x < at_1e_2", "0 below *x* and *x* below *at 0.01*"),
+    ],
+)
+def test_rules_in_words(rule, words):
+    assert rules.rule(rule).replace("\u00a0", " ") == words
+
+
+@pytest.mark.parametrize("claim", claims.ledger().values(), ids=lambda claim: claim.id)
+def test_every_rule_has_words(claim):
+    for rule in {*claim.passes_when.values(), claim.partly_when} - {None}:
+        words, tree = rules.rule(rule), list(ast.walk(ast.parse(rule)))
+        assert all(rules.name(part.id) in words for part in tree if isinstance(part, ast.Name) and part.id != "abs")
+        shown = {rules.number(part.value) for part in tree if isinstance(part, ast.Constant)} - {"0"}
+        assert all(number in words for number in shown)
+
+
+def test_measured_values_in_words():
+    measured = {"mse_ratio": 0.93901, "mse_ratio_low": 0.69458, "mse_ratio_high": 1.25091, "count": 12345, "ok": True}
+    assert rules.values(measured) == "*MSE ratio*: 0.939 (0.6946 to 1.251); *count*: 12345; *ok*: True"
+    assert rules.values({"low": -0.1, "high": 2e-7}) == "*interval*: −0.1 to 2\u00a0×\u00a010⁻⁷"
+    assert rules.values({"a_low": 1.0}) == "*a lower end*: 1"
+
+
+@pytest.mark.parametrize("chapter", chapters.names())
+def test_every_claim_leads_to_its_cell(chapter):
+    """To the cell that records it, or to the shown one above it in the same section."""
+    cells = json.loads((ROOT / f"notebooks/{chapter}.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    found = claims_table.places(chapter)
+    assert set(found) == {claim.id for claim in claims.ledger().values() if claim.chapter == chapter}
+    for claim_id, place in found.items():
+        assert cells[place.cell]["cell_type"] == "code"
+        assert "remove-cell" not in cells[place.cell]["metadata"].get("tags", [])
+        recorded = next(i for i in range(place.cell, len(cells)) if "claims.record(" in sources[i])
+        assert claim_id in sources[recorded] or claim_id.rpartition(".")[0].rpartition(".")[0] in sources[recorded]
+        between = [i for i in range(place.cell + 1, recorded) if cells[i]["cell_type"] == "markdown"]
+        assert not any(re.search(r"^#", sources[i], re.M) for i in between)
+        above = [sources[i] for i in range(place.cell) if cells[i]["cell_type"] == "markdown"]
+        assert re.findall(r"^#+ (.*)", "\n".join(above), re.M)[-1] == place.heading
+
+
+def test_a_claim_that_no_cell_records_is_named():
+    with pytest.raises(LookupError, match=r"no cell records a\.claim"):
+        claims_table.first("a.claim", [(0, re.compile("another"), None)])
 
 
 def test_front_page_names_claims_of_the_ledger():

@@ -17,6 +17,9 @@ from urllib.parse import unquote, urljoin, urlsplit
 import pytest
 import yaml
 from bs4 import BeautifulSoup
+from docutils.nodes import make_id
+
+from gradinv import claims
 
 ROOT = pathlib.Path(__file__).parent.parent
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
@@ -132,6 +135,26 @@ def test_chapter_can_be_downloaded(site, soups, page):
     assert links and all((site / urljoin(f"{page}.html", link)).is_file() for link in links)
 
 
+@pytest.mark.parametrize("page", [*CHAPTERS, "book/how_to_cite"])
+def test_entries_can_be_copied_and_downloaded(site, soups, page):
+    """Three formats at the foot of a chapter, and each file says what the page shows."""
+    tabs = soups[f"{page}.html"].select(".sd-tab-content")
+    assert len(tabs) == 3 * (1 if page in CHAPTERS else len(CHAPTERS) + 1)
+    for tab in tabs:
+        file = site / urljoin(f"{page}.html", tab.select_one("a[download]")["href"])
+        assert file.read_text(encoding="utf-8").strip() == tab.find("pre").get_text().strip()
+        assert page not in CHAPTERS or file.stem == pathlib.Path(page).name
+
+
+@pytest.mark.parametrize("claim", claims.ledger().values(), ids=lambda claim: claim.id)
+def test_claim_leads_to_the_cell_that_measured_it(soups, claim):
+    anchor = make_id(f"measured-{claim.id}")
+    row = soups["book/claims.html"].find(id=make_id(f"claim-{claim.id}")).find_parent("tr")
+    assert row.select(f"a[href='../notebooks/{claim.chapter}.html#{anchor}']")
+    target = soups[f"notebooks/{claim.chapter}.html"].find(id=anchor)
+    assert "cell" in target.get("class", []) or target.find_parent(class_="cell")
+
+
 class Handler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *arguments):
         pass
@@ -172,8 +195,8 @@ def visit(browser, address):
     """Open a page and note everything that goes wrong on it, in `tab.faults`."""
     contexts = []
 
-    def visit(path, theme="light", width=DESKTOP):
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
+    def visit(path, theme="light", width=DESKTOP, **options):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, **options)
         contexts.append(context)
         tab = context.new_page()
         tab.faults = []
@@ -260,3 +283,68 @@ def test_wide_boxes_can_be_scrolled_with_the_keyboard(visit):
         && box.tabIndex < 0 && !box.querySelector('a, button, input, [tabindex="0"]')
         && !box.closest('[tabindex="0"]')).map(box => box.outerHTML.slice(0, 150))"""
     assert tab.evaluate(stuck) == []
+
+
+CLAIMS = "table.claims tbody tr"
+
+
+@needs_browser
+def test_claims_can_be_filtered_with_the_keyboard(visit):
+    tab = visit("book/claims.html")
+    total = len(claims.ledger())
+    status, shown = tab.get_by_role("status"), tab.locator(f"{CLAIMS}:visible")
+    assert shown.count() == total and status.inner_text() == f"{total} of {total} claims shown"
+    tab.get_by_label("Paper").focus()
+    for key in ("Z", "Tab", "Tab", "n", "Tab"):  # Zhu and Blaschko; not reproduced
+        tab.keyboard.press(key)
+    assert tab.evaluate("document.activeElement.name") == "text"
+    few = shown.count()
+    assert 0 < few < total and status.inner_text() == f"{few} of {total} claims shown"
+    assert all("Zhu and Blaschko" in row and "not reproduced" in row for row in shown.all_inner_texts())
+    tab.keyboard.type("DLG batch")
+    assert 0 < shown.count() < few
+    assert tab.url.endswith("?paper=zhu2021&verdict=not-reproduced&text=DLG+batch")
+    for key in ("Enter", "Tab", "Enter"):  # the first has no effect, the last presses "Show all"
+        tab.keyboard.press(key)
+    tab.wait_for_function(f"() => document.querySelectorAll({CLAIMS + ':not([hidden])'!r}).length === {total}")
+    assert tab.url.endswith("book/claims.html") and tab.faults == []
+
+
+@needs_browser
+def test_filtered_claims_can_be_linked(visit):
+    claim = next(claim for claim in reversed(claims.ledger().values()) if claim.chapter == "twin_data")
+    query = f"?chapter=twin_data&verdict=no-such#{make_id(f'claim-{claim.id}')}"
+    tab = visit(f"book/claims.html{query}", width=PHONE, has_touch=True)
+    shown = tab.locator(f"{CLAIMS}:visible")
+    assert shown.count() == sum(claim.chapter == "twin_data" for claim in claims.ledger().values())
+    assert tab.get_by_label("Chapter").input_value() == "twin_data"
+    assert 0 <= shown.last.bounding_box()["y"] < 900, "the linked claim is not in sight"
+    shown.last.get_by_text("Rule as judged").tap()
+    assert shown.last.locator("details code").first.is_visible()
+    tab.get_by_role("button", name="Show all").tap()
+    assert tab.evaluate("() => document.documentElement.scrollWidth") <= PHONE
+    assert tab.faults == []
+
+
+@needs_browser
+def test_claims_and_entries_need_no_script(visit):
+    tab = visit("book/claims.html", java_script_enabled=False)
+    assert tab.locator(f"{CLAIMS}:visible").count() == len(claims.ledger())
+    assert not tab.locator(".claims-filter").is_visible()
+    tab = visit("book/how_to_cite.html", java_script_enabled=False)
+    entry = tab.locator(".sd-tab-set").first
+    entry.get_by_text("RIS", exact=True).click()
+    assert entry.get_by_text("TY - BOOK").is_visible() and entry.get_by_text("gradinv.ris").is_visible()
+
+
+@needs_browser
+def test_print_shows_every_format_and_no_filter(visit):
+    tab = visit("book/how_to_cite.html")
+    tab.emulate_media(media="print")
+    tabs = tab.locator(".sd-tab-content")
+    assert tabs.count() == tab.locator(".sd-tab-content:visible").count() > 3
+    label, content = tab.locator(".sd-tab-set > label").nth(1).bounding_box(), tabs.nth(1).bounding_box()
+    assert tabs.first.bounding_box()["y"] < label["y"] < content["y"], "a label does not stand above its format"
+    tab = visit("book/claims.html")
+    tab.emulate_media(media="print")
+    assert not tab.locator(".claims-filter").is_visible()

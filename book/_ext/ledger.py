@@ -1,13 +1,11 @@
 """Directives that print the ledger and the run records, so that no page repeats them by hand.
 
-`{claims-table}`        every claim: the paper's figure, what was measured here, the verdict
 `{chapters-table}`      a row a chapter: its main claim, as lines `CHAPTER: CLAIM` choose it, and its verdict
 `{status-table}`        every run: verdicts, minutes, device, versions, date, commit, data
 `{chapter-run} NAME`    one chapter's runs, and which of them made the page
 `{race-tables}`         the race of gradient matching against public code
-`{cite-chapter} NAME`   BibTeX of a chapter; without a name, of the book
 
-Each writes Markdown, which the page's own parser turns into nodes.
+Each writes Markdown, which the page's own parser turns into nodes. `claims_table.py` and `cite.py` hold two more.
 """
 
 import json
@@ -92,36 +90,6 @@ class Ledger(SphinxDirective):
     def runs_of(self, name: str) -> list[dict]:
         """From the smallest scale to the largest, whose outputs are the ones in the notebook."""
         return [run for run in self.runs if run["chapter"] == name]
-
-
-class ClaimsTable(Ledger):
-    def write(self):
-        found = {(claim["id"], run["scale"]): claim for run in self.runs for claim in run["claims"]}
-        rows = [self.row(claim, found) for claim in claims.ledger().values()]
-        return table(["Claim", "In the paper", "Here"], rows, "40 25 35", "claims")
-
-    def row(self, claim, found):
-        scales = [scale for scale in claims.SCALES if (claim.id, scale) in found]
-        here = [line for scale in scales for line in self.result(scale, found[claim.id, scale])]
-        return [
-            [
-                f"(claim-{claim.id})=\n{claim.says}",
-                f"Chapter: {self.link(claim.chapter)}",
-                f"[`{claim.id}`](#claim-{claim.id})",
-            ],
-            [
-                f"{{cite:t}}`{claim.paper}`, {claim.where}",
-                f"Reported: {claim.reported or 'not readable'}",
-                f"Read in: {claim.read_in}",
-            ],
-            [*here, f"Unit: {claim.unit}"] if here else [NOT_YET],
-        ]
-
-    def result(self, scale, result):
-        yield f"{scale}: {badge(result['verdict'])}"
-        yield f"`{claims.in_words(result['values'])}`"
-        if result["rule"]:
-            yield f"Passes when `{result['rule']}`"
 
 
 class ChaptersTable(Ledger):
@@ -280,38 +248,11 @@ class RaceTables(Ledger):
         return table(["Variant", *networks], lines, "40 20 20 20", "runs")
 
 
-class CiteChapter(Ledger):
-    def write(self):
-        book = yaml.safe_load((self.root / "CITATION.cff").read_text())
-        authors = " and ".join(
-            f"{{{author['name']}}}" if "name" in author else f"{author['family-names']}, {author['given-names']}"
-            for author in book["authors"]
-        )
-        name = self.arguments[0] if self.arguments else None
-        fields = {
-            "author": authors,
-            "title": chapters.title(name) if name else book["title"],
-            "booktitle": book["title"] if name else None,
-            "year": str(book["date-released"])[:4],
-            "note": f"Version {book['version']}",
-            "url": self.url(name),
-        }
-        kind, key = ("incollection", f"gradinv:{name}") if name else ("book", "gradinv")
-        inside = [f"  {field:9} = {{{value}}}," for field, value in fields.items() if value]
-        return ["```bibtex", f"@{kind}{{{key},", *inside, "}", "```"]
-
-    def url(self, name):
-        base = self.config.html_baseurl.rstrip("/")
-        return base and (f"{base}/notebooks/{name}.html" if name else f"{base}/")
-
-
 DIRECTIVES = {
-    "claims-table": ClaimsTable,
     "chapters-table": ChaptersTable,
     "status-table": StatusTable,
     "chapter-run": ChapterRun,
     "race-tables": RaceTables,
-    "cite-chapter": CiteChapter,
 }
 
 
