@@ -5,6 +5,7 @@ The build runs once. The checks in a browser are skipped where no Chromium is in
 
 import functools
 import http.server
+import json
 import os
 import pathlib
 import re
@@ -130,6 +131,18 @@ def test_chapter_can_be_downloaded(site, soups, page):
         link["href"] for link in soups[f"{page}.html"].find_all("a", href=True, class_="btn-download-source-button")
     ]
     assert links and all((site / urljoin(f"{page}.html", link)).is_file() for link in links)
+
+
+@pytest.mark.parametrize("page", ["book/rerun", "book/teaching"])
+def test_times_are_those_of_the_records(soups, page):
+    first = soups[f"{page}.html"].select("table.runs")[0]
+    rows = {link["href"].split("/")[-1]: row for row in first("tr") for link in row("a")}
+    for name in map(pathlib.PurePath, CHAPTERS):
+        record = ROOT / f"book/results/{name.name}.smoke.json"
+        if record.exists():
+            seconds = json.loads(record.read_text())["seconds"]
+            took = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+            assert took in rows[f"{name.name}.html"].get_text()
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
