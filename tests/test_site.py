@@ -18,6 +18,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 import pytest
 import yaml
 from bs4 import BeautifulSoup
+from PIL import Image
 
 ROOT = pathlib.Path(__file__).parent.parent
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
@@ -108,12 +109,31 @@ def test_links_and_anchors_resolve(site, soups):
             if urlsplit(url).scheme or url.startswith("//") or not url:
                 continue
             target = urlsplit(urljoin(name, url))
-            path, anchor = unquote(target.path), unquote(target.fragment)
+            path, anchor = unquote(target.path).removeprefix("/"), unquote(target.fragment)
             if not (site / path).is_file():
                 broken.append((name, url, "no such file"))
             elif anchor and path in anchors and anchor not in anchors[path] and link.get("href") != "#":
                 broken.append((name, url, "no such anchor"))
     assert broken == []
+
+
+def test_a_wrong_address_leads_back(soups):
+    """Any folder may have been asked for, so that what the page for wrong addresses names starts at the root."""
+    page = soups["404.html"]
+    named = [tag.get("href") or tag["src"] for tag in page.select("article a[href], link[href], script[src]")]
+    assert "Page not found" in page.select_one("article h1").text and "/index.html" in named
+    assert all(url.startswith(("/", "#")) for url in named)
+
+
+def test_pages_have_an_icon_and_a_card(site, soups):
+    for page in PAGES:
+        icon = soups[f"{page}.html"].find("link", rel="icon")
+        card = soups[f"{page}.html"].find("meta", property="og:image")
+        assert (site / urljoin(f"{page}.html", icon["href"])).is_file()
+        assert card["content"].endswith("_static/card.png")
+        assert len(soups[f"{page}.html"].find("meta", property="og:description")["content"]) > 40
+    picture = site / "_static/card.png"
+    assert picture.stat().st_size < 200_000 and Image.open(picture).size == (1200, 630)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -232,6 +252,30 @@ def test_page_in_a_browser(visit, page, theme, widths):
     assert set(tab.evaluate(filters)) <= {"none"}, "a filter changes the pictures"
     empty = "() => [...document.images].filter(picture => !picture.naturalWidth).map(picture => picture.src)"
     assert tab.evaluate(empty) == []
+    assert tab.faults == []
+
+
+@needs_browser
+@pytest.mark.parametrize("page", PAGES)
+def test_nothing_is_cut_off_on_paper(site, browser, page, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    import pdf
+
+    tab = browser.new_page()
+    pdf.prepare(tab, site / f"{page}.html", site)
+    wide = """() => [...document.querySelectorAll('article *')].filter(box => !box.closest('mjx-container, .math')
+        && box.getBoundingClientRect().right > innerWidth + 1).map(box => box.outerHTML.slice(0, 150))"""
+    folded = """() => [...document.querySelectorAll('article :is(details, .toggle-hidden)')].filter(box => !box.open)
+        .map(box => box.outerHTML.slice(0, 150))"""
+    assert tab.evaluate(wide) == []
+    assert tab.evaluate(folded) == []
+    tab.close()
+
+
+@needs_browser
+def test_page_for_wrong_addresses(visit):
+    tab = visit("404.html")
+    assert tab.locator("article h1").text_content().startswith("Page not found")
     assert tab.faults == []
 
 
