@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SCALE ?= laptop
 
-.PHONY: book test site rerun lint clean
+.PHONY: book test site pdf rerun lint clean
 
 book: .venv/installed
 	$(BIN)/python -m gradinv run --scale smoke
@@ -17,6 +17,10 @@ test: .venv/installed
 site: .venv/installed
 	$(BIN)/jupyter-book build . --path-output . -W -n --keep-going --quiet
 	@echo "The book is at $(CURDIR)/_build/html/index.html"
+
+pdf: site
+	$(BIN)/jupyter-book build . --path-output . --builder singlehtml -W -n --keep-going --quiet
+	$(BIN)/python book/pdf.py
 
 rerun: .venv/installed
 	$(BIN)/python -m gradinv run $(CHAPTER) --scale $(SCALE) --write

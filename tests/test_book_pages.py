@@ -10,6 +10,7 @@ import tomllib
 import cite
 import claims_table
 import matplotlib.pyplot as plt
+import nbformat
 import pytest
 import rules
 import yaml
@@ -255,6 +256,47 @@ def test_address_is_set_in_one_place():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     config = yaml.safe_load((ROOT / "_config.yml").read_text())
     assert citation.get("url") in (None, config["html"].get("baseurl"))
+
+
+@pytest.fixture
+def teaching(monkeypatch):
+    """The module that counts for the page for lecturers."""
+    monkeypatch.syspath_prepend(str(ROOT / "book/_ext"))
+    return pytest.importorskip("teaching")
+
+
+def directive(page, name):
+    return yaml.safe_load(re.search(rf"```\{{{name}\}}\n(.*?)```", TEXTS[page], re.S)[1])
+
+
+def test_every_chapter_has_a_lecture():
+    chapters = [pathlib.Path(file).name for file in FILES if file.startswith("notebooks/")]
+    assert list(directive("book/teaching.md", "lectures-table")) == chapters
+
+
+def test_every_exercise_has_a_grade(teaching):
+    rows = teaching.graded(directive("book/teaching.md", "exercises-table"))
+    notebooks = [text for name, text in TEXTS.items() if name.startswith("notebooks/")]
+    assert len(rows) == sum(text.count("```{exercise}") for text in notebooks)
+    assert [row["grade"] for row in rows] == sorted((row["grade"] for row in rows), key=teaching.GRADES.index)
+
+
+@pytest.mark.parametrize("change", [{"easy": "ex-no-such"}, {"hard": ""}, {"simple": "ex-twin-loss"}])
+def test_a_wrong_grade_is_named(teaching, change):
+    with pytest.raises(ValueError, match="each exercise needs one grade of easy, medium, hard"):
+        teaching.graded({**directive("book/teaching.md", "exercises-table"), **change})
+
+
+def test_reading_minutes_count_text_and_shown_code(teaching, tmp_path, monkeypatch):
+    new = nbformat.v4
+    cells = [
+        new.new_markdown_cell("word " * 3 * teaching.WORDS + "\n## Exercises\n" + "word " * 999),
+        new.new_code_cell("x = 1\n" * 4 * teaching.LINES),
+        new.new_code_cell("x = 1\n" * 999, metadata={"tags": ["hide-input"]}),
+    ]
+    nbformat.write(new.new_notebook(cells=cells), tmp_path / "one.ipynb")
+    monkeypatch.setattr(teaching.chapters, "NOTEBOOKS", tmp_path)
+    assert teaching.reading_minutes("one") == 10  # 3 and 4 minutes, in steps of five
 
 
 def own_model_blocks():

@@ -1,4 +1,4 @@
-"""Every committed chapter: the skeleton, the order of execution, pictures that are described, nothing private."""
+"""Every committed chapter and the template: skeleton, order of execution, described pictures, nothing private."""
 
 import json
 import re
@@ -25,16 +25,24 @@ SKELETON = [
 ]
 TAGS = {"parameters", "hide-input", "remove-cell", "remove-output", "nbval-check-output", "nbval-ignore-output"}
 LARGEST = 2_000_000
+TEMPLATE = chapters.ROOT / "book/template/my_chapter.ipynb"
+PATHS = [*(chapters.NOTEBOOKS / f"{chapter}.ipynb" for chapter in chapters.names()), TEMPLATE]
 
 
-@pytest.fixture(params=chapters.names())
-def chapter(request):
+@pytest.fixture(params=PATHS, ids=lambda path: path.stem)
+def path(request):
     return request.param
 
 
 @pytest.fixture
-def notebook(chapter):
-    return nbformat.read(chapters.NOTEBOOKS / f"{chapter}.ipynb", 4)
+def notebook(path):
+    return nbformat.read(path, 4)
+
+
+@pytest.fixture(params=chapters.names())
+def chapter(request):
+    """Of those in the book only, which have records."""
+    return request.param
 
 
 def code(notebook):
@@ -69,8 +77,8 @@ def test_executed_in_order_without_errors(notebook):
     assert not [output.text for output in outputs if output.get("name") == "stderr"]
 
 
-def test_is_normalised(chapter):
-    text = (chapters.NOTEBOOKS / f"{chapter}.ipynb").read_text()
+def test_is_normalised(path):
+    text = path.read_text()
     again = chapters.normalise(nbformat.reads(text, 4))
     assert nbformat.writes(again).strip() == text.strip()
 
@@ -94,8 +102,7 @@ def test_cells_are_small_and_plain(notebook):
         assert not re.search(r"\b(urllib|requests|ipywidgets|tqdm|subprocess)\b", cell.source)
 
 
-def test_nothing_private_and_not_too_large(chapter):
-    path = chapters.NOTEBOOKS / f"{chapter}.ipynb"
+def test_nothing_private_and_not_too_large(path):
     text = path.read_text()
     assert path.stat().st_size < LARGEST
     assert not re.search(r'["\s(](/(home|root|tmp|Users|mnt|srv)/|[A-Z]:\\\\)', text)
@@ -124,7 +131,8 @@ def test_verdicts_follow_from_the_ledger_as_it_is(chapter):
             assert claims.judge(claim, row["values"], scale).verdict == row["verdict"]
 
 
-def test_shown_verdicts_are_the_recorded_ones(chapter, notebook):
+def test_shown_verdicts_are_the_recorded_ones(chapter):
+    notebook = nbformat.read(chapters.NOTEBOOKS / f"{chapter}.ipynb", 4)
     record = chapters.last(chapter, "full") or chapters.last(chapter, "laptop")
     glued = {}
     for cell in code(notebook):

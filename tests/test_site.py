@@ -5,6 +5,7 @@ The build runs once. The checks in a browser are skipped where no Chromium is in
 
 import functools
 import http.server
+import json
 import os
 import pathlib
 import re
@@ -18,6 +19,7 @@ import pytest
 import yaml
 from bs4 import BeautifulSoup
 from docutils.nodes import make_id
+from PIL import Image
 
 from gradinv import claims
 
@@ -110,12 +112,31 @@ def test_links_and_anchors_resolve(site, soups):
             if urlsplit(url).scheme or url.startswith("//") or not url:
                 continue
             target = urlsplit(urljoin(name, url))
-            path, anchor = unquote(target.path), unquote(target.fragment)
+            path, anchor = unquote(target.path).removeprefix("/"), unquote(target.fragment)
             if not (site / path).is_file():
                 broken.append((name, url, "no such file"))
             elif anchor and path in anchors and anchor not in anchors[path] and link.get("href") != "#":
                 broken.append((name, url, "no such anchor"))
     assert broken == []
+
+
+def test_a_wrong_address_leads_back(soups):
+    """Any folder may have been asked for, so that what the page for wrong addresses names starts at the root."""
+    page = soups["404.html"]
+    named = [tag.get("href") or tag["src"] for tag in page.select("article a[href], link[href], script[src]")]
+    assert "Page not found" in page.select_one("article h1").text and "/index.html" in named
+    assert all(url.startswith(("/", "#")) for url in named)
+
+
+def test_pages_have_an_icon_and_a_card(site, soups):
+    for page in PAGES:
+        icon = soups[f"{page}.html"].find("link", rel="icon")
+        card = soups[f"{page}.html"].find("meta", property="og:image")
+        assert (site / urljoin(f"{page}.html", icon["href"])).is_file()
+        assert card["content"].endswith("_static/card.png")
+        assert len(soups[f"{page}.html"].find("meta", property="og:description")["content"]) > 40
+    picture = site / "_static/card.png"
+    assert picture.stat().st_size < 200_000 and Image.open(picture).size == (1200, 630)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -153,6 +174,18 @@ def test_claim_leads_to_the_cell_that_measured_it(soups, claim):
     assert row.select(f"a[href='../notebooks/{claim.chapter}.html#{anchor}']")
     target = soups[f"notebooks/{claim.chapter}.html"].find(id=anchor)
     assert "cell" in target.get("class", []) or target.find_parent(class_="cell")
+
+
+@pytest.mark.parametrize("page", ["book/rerun", "book/teaching"])
+def test_times_are_those_of_the_records(soups, page):
+    first = soups[f"{page}.html"].select("table.runs")[0]
+    rows = {link["href"].split("/")[-1]: row for row in first("tr") for link in row("a")}
+    for name in map(pathlib.PurePath, CHAPTERS):
+        record = ROOT / f"book/results/{name.name}.smoke.json"
+        if record.exists():
+            seconds = json.loads(record.read_text())["seconds"]
+            took = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+            assert took in rows[f"{name.name}.html"].get_text()
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
@@ -242,6 +275,30 @@ def test_page_in_a_browser(visit, page, theme, widths):
     assert set(tab.evaluate(filters)) <= {"none"}, "a filter changes the pictures"
     empty = "() => [...document.images].filter(picture => !picture.naturalWidth).map(picture => picture.src)"
     assert tab.evaluate(empty) == []
+    assert tab.faults == []
+
+
+@needs_browser
+@pytest.mark.parametrize("page", PAGES)
+def test_nothing_is_cut_off_on_paper(site, browser, page, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "book"))
+    import pdf
+
+    tab = browser.new_page()
+    pdf.prepare(tab, site / f"{page}.html", site)
+    wide = """() => [...document.querySelectorAll('article *')].filter(box => !box.closest('mjx-container, .math')
+        && box.getBoundingClientRect().right > innerWidth + 1).map(box => box.outerHTML.slice(0, 150))"""
+    folded = """() => [...document.querySelectorAll('article :is(details, .toggle-hidden)')].filter(box => !box.open)
+        .map(box => box.outerHTML.slice(0, 150))"""
+    assert tab.evaluate(wide) == []
+    assert tab.evaluate(folded) == []
+    tab.close()
+
+
+@needs_browser
+def test_page_for_wrong_addresses(visit):
+    tab = visit("404.html")
+    assert tab.locator("article h1").text_content().startswith("Page not found")
     assert tab.faults == []
 
 

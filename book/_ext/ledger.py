@@ -2,6 +2,7 @@
 
 `{chapters-table}`      a row a chapter: its main claim, as lines `CHAPTER: CLAIM` choose it, and its verdict
 `{status-table}`        every run: verdicts, minutes, device, versions, date, commit, data
+`{times-table}`         how long every chapter takes at every scale
 `{chapter-run} NAME`    one chapter's runs, and which of them made the page
 `{race-tables}`         the race of gradient matching against public code
 
@@ -134,6 +135,21 @@ class StatusTable(Ledger):
             yield [[self.link(name)], ["–"], [NOT_YET], ["–"]]
 
 
+class TimesTable(Ledger):
+    def write(self):
+        found = {(run["chapter"], run["scale"]): run for run in self.runs}
+        rows = [
+            [[self.link(name)], [f"`{name}`"], *([self.took(found.get((name, scale)))] for scale in claims.SCALES)]
+            for name in chapters.names()
+        ]
+        devices = sorted({run["device_name"] for run in self.runs})
+        header = ["Chapter", "Name", *claims.SCALES]
+        return [*table(header, rows, "36 25 13 13 13", "runs"), f"Made on: {'; '.join(devices)}."]
+
+    def took(self, run):
+        return duration(run["seconds"]) if run else NOT_YET
+
+
 class ChapterRun(Ledger):
     required_arguments = 1
 
@@ -251,6 +267,7 @@ class RaceTables(Ledger):
 DIRECTIVES = {
     "chapters-table": ChaptersTable,
     "status-table": StatusTable,
+    "times-table": TimesTable,
     "chapter-run": ChapterRun,
     "race-tables": RaceTables,
 }

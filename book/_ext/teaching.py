@@ -1,0 +1,102 @@
+"""Directives of the page for lecturers, which count in the notebooks and read the run records.
+
+`{lectures-table}`   a row a chapter: the lecture and what it needs, as the content says, and the minutes
+`{exercises-table}`  every exercise of the book by its grade, as the content or the exercise itself says
+"""
+
+import math
+import re
+
+import nbformat
+import yaml
+from ledger import NOT_YET, Ledger, duration, table
+
+from gradinv import chapters
+
+WORDS, LINES = 150, 10  # read in a minute: words of text, lines of shown code
+UNSEEN = {"hide-input", "remove-cell"}
+GRADES = ("easy", "medium", "hard")
+EXERCISE = re.compile(r"^(`{3,})\{exercise\}([^\n]*)\n:label: (\S+)\n(.*?)^\1$", re.M | re.S)
+OWN_GRADE = re.compile(rf"\*\*({'|'.join(GRADES)})\.\*\*\s*", re.I)
+
+
+def cells(name: str, kind: str) -> list[nbformat.NotebookNode]:
+    return [cell for cell in nbformat.read(chapters.NOTEBOOKS / f"{name}.ipynb", 4).cells if cell.cell_type == kind]
+
+
+def reading_minutes(name: str) -> int:
+    """For a chapter without its exercises, in steps of five."""
+    text = "\n".join(cell.source for cell in cells(name, "markdown")).split("\n## Exercises")[0]
+    shown = [cell for cell in cells(name, "code") if not UNSEEN & set(cell.metadata.get("tags", ()))]
+    lines = sum(len(cell.source.splitlines()) for cell in shown)
+    return 5 * math.ceil((len(text.split()) / WORDS + lines / LINES) / 5)
+
+
+def exercises() -> list[dict]:
+    """In the book's order: label, chapter, what it asks, and the grade that its text begins with, or None."""
+    found = []
+    for name in chapters.names():
+        for cell in cells(name, "markdown"):
+            for _, title, label, question in EXERCISE.findall(cell.source):
+                own = OWN_GRADE.match(question)
+                asks = title.strip() or " ".join(OWN_GRADE.sub("", question).split())
+                found.append({"label": label, "chapter": name, "asks": asks, "grade": own and own[1].lower()})
+    return found
+
+
+def graded(chosen: dict[str, str]) -> list[dict]:
+    """Every exercise, from the easiest to the hardest. Raises ValueError where one has no grade, two, or is not there.
+
+    chosen: labels for each grade, in one string, for the exercises that do not say it themselves.
+    """
+    grades = [(label, grade) for grade, labels in chosen.items() for label in labels.split()]
+    rows = exercises()
+    open_ones = sorted(row["label"] for row in rows if not row["grade"])
+    if sorted(label for label, _ in grades) != open_ones or not set(chosen) <= set(GRADES):
+        odd = sorted(set(open_ones) ^ {label for label, _ in grades})
+        raise ValueError(
+            f"each exercise needs one grade of {', '.join(GRADES)}; see {', '.join(odd) or 'repeated ones'}"
+        )
+    rows = [{**row, "grade": row["grade"] or dict(grades)[row["label"]]} for row in rows]
+    return sorted(rows, key=lambda row: GRADES.index(row["grade"]))
+
+
+class LecturesTable(Ledger):
+    has_content = True
+
+    def write(self):
+        chosen = yaml.safe_load("\n".join(self.content))
+        if list(chosen) != chapters.names():
+            raise self.error(f"lectures-table needs the chapters in the book's order: {', '.join(chapters.names())}")
+        rows = [self.row(name, **facts) for name, facts in chosen.items()]
+        header = ["Lecture", "Chapter", "Before it", "To read", "To rerun"]
+        return [
+            *table(header, rows, "20 27 23 12 18", "runs"),
+            f"Reading is counted at {WORDS} words of text and {LINES} lines of shown code a minute, without exercises. "
+            f"Times of reruns come from the [records](status.md), which name the devices.",
+        ]
+
+    def row(self, name, lecture, needs):
+        runs = [f"{run['scale']}: {duration(run['seconds'])}" for run in self.runs_of(name)]
+        return [[lecture], [self.link(name)], [needs], [f"{reading_minutes(name)} minutes"], runs or [NOT_YET]]
+
+
+class ExercisesTable(Ledger):
+    has_content = True
+
+    def write(self):
+        try:
+            found = graded(yaml.safe_load("\n".join(self.content)))
+        except ValueError as error:
+            raise self.error(str(error)) from error
+        rows = [
+            [[row["grade"]], [f"{{numref}}`{row['label']}`"], [row["asks"]], [self.link(row["chapter"])]]
+            for row in found
+        ]
+        return table(["Grade", "Exercise", "What it asks", "Chapter"], rows, "12 18 40 30", "runs")
+
+
+def setup(app):
+    app.add_directive("lectures-table", LecturesTable)
+    app.add_directive("exercises-table", ExercisesTable)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
