@@ -279,7 +279,7 @@ def test_page_in_a_browser(visit, page, theme, widths):
 
 
 @needs_browser
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES[:: len(PAGES) // 4], "book/claims", "book/status"])  # each kind of page
 def test_nothing_is_cut_off_on_paper(site, browser, page, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "book"))
     import pdf
