@@ -116,6 +116,32 @@ def convnet(width: int = 64, classes: int = 10, padding: str = "zeros") -> nn.Mo
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(inputs * 9, classes)).eval()
 
 
+PADDINGS = ("zeros", "circular")
+
+
+def pooled_convnet(
+    width: int = 16, classes: int = 10, padding: str | Sequence[str] = "circular", activation: str = "relu"
+) -> nn.Module:
+    """A network for colour pictures of any size that cannot tell where things are: four 3 x 3 convolutions of stride
+    1, the mean over all places, one linear layer.
+
+    With circular padding everywhere its gradient is the same for all cyclic shifts of a picture, which is what the
+    translation-invariant network of Geiping et al. 2020 must have been like; the paper does not describe it.
+
+    padding: "zeros" or "circular", for all convolutions or one for each.
+    """
+    modes = (padding,) * 4 if isinstance(padding, str) else tuple(padding)
+    if len(modes) != 4 or not set(modes) <= set(PADDINGS):
+        raise ValueError(f"padding must be {' or '.join(map(repr, PADDINGS))}, or four of these, got {padding!r}")
+    layers: list[nn.Module] = [Normalize(CIFAR10_MEAN, CIFAR10_STD)]
+    inputs = 3
+    for times, mode in zip((1, 2, 2, 4), modes, strict=True):
+        outputs = times * width
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, padding_mode=mode), _activation(activation)]
+        inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)).eval()
+
+
 class _ResNet(nn.Module):
     """torchvision's residual blocks in the CIFAR arrangement, of any width, with skips that can be cut."""
 

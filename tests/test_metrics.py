@@ -153,3 +153,26 @@ def test_a_copy_of_the_truth_is_never_told_apart():
     assert (metrics.distractors_nearer(found, truth, others) >= 1).all()
     with pytest.raises(ValueError, match="must be finite"):
         metrics.distractors_nearer(found * float("nan"), truth, others)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (1, 7, 10)])
+def test_best_shift_is_the_best_of_all(shape):
+    truth, other = pictures(4, shape), pictures(5, shape)[:4]
+    found = metrics.mse(metrics.best_shift(other, truth), truth)
+    every = [
+        metrics.mse(other.roll((down, across), (-2, -1)), truth)
+        for down in range(shape[1])
+        for across in range(shape[2])
+    ]
+    torch.testing.assert_close(found, torch.stack(every).amin(0), rtol=1e-6, atol=0)
+
+
+def test_best_shift_undoes_a_shift():
+    truth = pictures(4)
+    moved = torch.stack([picture.roll((k, 3 * k), (-2, -1)) for k, picture in enumerate(truth)])
+    assert torch.equal(metrics.best_shift(moved, truth), truth)
+
+
+def test_best_shift_wants_pictures():
+    with pytest.raises(ValueError, match="truth must be pictures"):
+        inspect.unwrap(metrics.best_shift)(torch.rand(2, 5), torch.rand(2, 5))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradinv import victims
+from gradinv import client, victims
 
 # Parameter counts of the papers' networks.
 COUNTS = {
@@ -16,6 +16,7 @@ COUNTS = {
     "lenet, MNIST": (lambda: victims.lenet(1, size=28), 312 + 2 * 3_612 + 588 * 10 + 10),
     "convnet": (lambda: victims.convnet(), 2_904_970),
     "convnet, circular": (lambda: victims.convnet(padding="circular"), 2_904_970),
+    "pooled": (lambda: victims.pooled_convnet(), 16 * 27 + 16 * 288 + 32 * 288 + 32 * 576 + 144 + 650),
     "resnet20-4": (lambda: victims.resnet(20), 4_327_754),
     "resnet32-10": (lambda: victims.resnet(32, width=160, classes=100), 46_429_060),
     "resnet18": (lambda: victims.resnet(18), 11_173_962),
@@ -203,3 +204,31 @@ def test_trained_weights_are_better_than_chance(name):
 def test_trained_names_what_there_is():
     with pytest.raises(ValueError, match=r"name must be one of .*resnet18-w16.*got 'nothing'"):
         victims.trained("nothing")
+
+
+@pytest.mark.parametrize(
+    ("padding", "same"),
+    [
+        ("circular", True),
+        ("zeros", False),
+        (("circular",) * 3 + ("zeros",), False),
+        (("zeros",) + ("circular",) * 3, False),
+    ],
+)
+def test_gradients_of_shifted_pictures(padding, same):
+    """With circular padding everywhere all shifts have one gradient; one layer with zeros is enough to tell them."""
+    net = victims.pooled_convnet(width=4, padding=padding).double()
+    pixels, labels = torch.rand(1, 3, 6, 5, dtype=torch.float64), torch.tensor([3])
+    sent = client.gradient(net, pixels, labels).gradient
+    size = torch.cat([value.flatten() for value in sent.values()]).norm()
+    for down in range(6):
+        for across in range(5):
+            moved = client.gradient(net, pixels.roll((down, across), (-2, -1)), labels).gradient
+            apart = torch.cat([(moved[name] - value).flatten() for name, value in sent.items()]).norm() / size
+            assert (apart < 1e-10) == (same or down == across == 0)
+
+
+@pytest.mark.parametrize("padding", ["reflect", ("zeros",) * 3, ("zeros", "circular", "same", "zeros")])
+def test_pooled_convnet_refuses_another_padding(padding):
+    with pytest.raises(ValueError, match="padding must be 'zeros' or 'circular', or four of these, got "):
+        victims.pooled_convnet(padding=padding)
