@@ -28,8 +28,8 @@ def test_smoke(chapter, tmp_path, monkeypatch):
     try:
         (record,) = chapters.run([chapter], scale="smoke", out=tmp_path)
     except chapters.ChapterError as error:
-        failed = re.match("# (solution of .+)", getattr(error.__cause__, "source", ""))
-        pytest.fail(f"{chapter}, {failed[1]}\n{error.__cause__}") if failed else None
+        if solution := re.match("# (solution of .+)", getattr(error.__cause__, "source", "")):
+            pytest.fail(f"{chapter}, {solution[1]}\n{error.__cause__}")
         raise
     expected = [claim.id for claim in claims.ledger().values() if claim.chapter == chapter]
     assert [row["id"] for row in record["claims"]] == expected
