@@ -281,6 +281,13 @@ def test_every_exercise_has_a_grade(teaching):
     assert [row["grade"] for row in rows] == sorted((row["grade"] for row in rows), key=teaching.GRADES.index)
 
 
+def test_every_chapter_has_one_exercise_of_each_grade(teaching):
+    grades = {}
+    for row in teaching.graded(directive("book/teaching.md", "exercises-table")):
+        grades.setdefault(row["chapter"], []).append(row["grade"])
+    assert {chapter: tuple(each) for chapter, each in grades.items()} == dict.fromkeys(grades, teaching.GRADES)
+
+
 @pytest.mark.parametrize("change", [{"easy": "ex-no-such"}, {"hard": ""}, {"simple": "ex-twin-loss"}])
 def test_a_wrong_grade_is_named(teaching, change):
     with pytest.raises(ValueError, match="each exercise needs one grade of easy, medium, hard"):
