@@ -69,6 +69,12 @@ def test_prose_is_plain(path):
     assert not [line for line in text.splitlines() if re.search(r"[a-z]\. [A-Z]", line)], "two sentences on a line"
 
 
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: path.name)
+def test_code_fits_beside_the_contents(path):
+    blocks = re.findall(r"^ *```(?:python|bash)\n(.*?)^ *```", path.read_text(), re.S | re.M)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 76] == []
+
+
 def test_citation_file_is_valid():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors", "version", "date-released"} <= set(citation)
