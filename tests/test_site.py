@@ -449,6 +449,75 @@ def test_wide_boxes_can_be_scrolled_with_the_keyboard(visit):
     assert tab.evaluate(stuck) == []
 
 
+FILM = "notebooks/cosine_attack.html"
+
+
+def shown(tab):
+    """What the player of the film shows: the frame's pixels, the text, and where the mark on the curve is."""
+    mark = tab.locator(".watch .mark")
+    return (
+        tab.locator(".watch canvas").last.evaluate("canvas => canvas.toDataURL()"),
+        tab.locator(".watch output").inner_text(),
+        (mark.get_attribute("cx"), mark.get_attribute("cy")),
+    )
+
+
+def test_film_strip_is_small(site, soups):
+    strip = soups[FILM].select_one("#fig-cosine-film img")
+    frames = len(soups[FILM].select("details.film tbody tr"))
+    assert (site / urljoin(FILM, strip["src"])).stat().st_size < 300_000 and 24 <= frames <= 32
+
+
+@needs_browser
+def test_film_can_be_watched_with_the_keyboard(visit):
+    tab = visit(FILM)
+    slider, strip = tab.get_by_role("slider"), tab.locator("#fig-cosine-film img")
+    assert not strip.is_visible() and slider.evaluate("input => input.labels[0].innerText.trim()") == "Frame"
+    truth = tab.locator(".watch canvas").first
+    assert truth.bounding_box()["x"] < tab.locator(".watch canvas").last.bounding_box()["x"]
+    slider.focus()
+    seen = []
+    for key in ("End", "ArrowLeft", "PageDown", "Home"):
+        tab.keyboard.press(key)
+        seen.append(shown(tab))
+        assert slider.get_attribute("aria-valuetext") == seen[-1][1]
+    assert [len(set(parts)) for parts in zip(*seen, strict=True)] == [4, 4, 4]
+    assert seen[-1][1].startswith("step 0 of ") and slider.input_value() == "0"
+    assert slider.evaluate("input => getComputedStyle(input).outlineStyle") == "solid"
+    tab.keyboard.press("Shift+Tab")
+    tab.keyboard.press("Enter")  # Play
+    tab.wait_for_function("() => document.querySelector('.watch input').value > 1")
+    tab.keyboard.press("Enter")  # Pause
+    stopped = shown(tab)
+    tab.wait_for_timeout(500)
+    assert shown(tab) == stopped and tab.faults == []
+
+
+@needs_browser
+def test_film_can_be_watched_by_touch_and_never_starts_by_itself(visit):
+    tab = visit(FILM, width=PHONE, has_touch=True, reduced_motion="reduce")
+    first = shown(tab)
+    assert not tab.locator(".watch button").is_visible()
+    box = tab.get_by_role("slider").bounding_box()
+    assert box["height"] >= 24 and box["x"] + box["width"] <= PHONE
+    tab.get_by_role("slider").tap(position={"x": box["width"] * 0.2, "y": box["height"] / 2})
+    second = shown(tab)
+    assert all(before != after for before, after in zip(first, second, strict=True))
+    tab.wait_for_timeout(500)
+    assert shown(tab) == second and tab.faults == []
+
+
+@needs_browser
+def test_film_strip_stays_without_script_and_on_paper(visit):
+    tab = visit(FILM, java_script_enabled=False)
+    assert tab.locator("#fig-cosine-film img").is_visible() and tab.locator(".watch").count() == 0
+    tab.locator("details.film summary").click()
+    assert tab.locator("details.film tbody tr").first.is_visible()
+    tab = visit(FILM)
+    tab.emulate_media(media="print")
+    assert tab.locator("#fig-cosine-film img").is_visible() and not tab.locator(".watch").is_visible()
+
+
 CLAIMS = "table.claims tbody tr"
 
 
