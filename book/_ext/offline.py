@@ -1,6 +1,6 @@
 """A site that loads nothing from elsewhere and nothing it does not need.
 
-It ships MathJax, and leaves out the loader of thebe. `trim` takes out what the theme loads in vain.
+It ships MathJax, and leaves out the loader of thebe. `trim` takes out what the theme loads in vain, and packs pictures.
 """
 
 import importlib.util
@@ -11,6 +11,7 @@ from pathlib import Path
 from docutils import nodes
 from fontTools.subset import Options, Subsetter
 from fontTools.ttLib import TTFont
+from PIL import Image
 
 # Parts of MathJax, without its menu: that is the largest of them, and makes every formula a stop of the Tab key.
 LOADED = ["core", "input/tex", "output/chtml", "a11y/assistive-mml"]
@@ -35,7 +36,7 @@ def copy_mathjax(app, error):
 
 
 def trim(app, error):
-    """Take out what the theme loads in vain.
+    """Take out what the theme loads in vain, and pack pictures.
 
     Its style draws icons from a font, so they need no script of 1.5 MB; of that font and style the used icons are
     enough, and the index of the search is for the page that searches.
@@ -43,12 +44,14 @@ def trim(app, error):
     if error or app.builder.format != "html":
         return
     out = Path(app.outdir)
+    pack_pictures(out / "_images")
     icons, search = r"fontawesome\.js", r"(?:searchtools|language_data|searchindex)\.js"
     used = set()
     for page in out.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         vain = icons if page.name == "search.html" else f"(?:{icons}|{search})"
         text = re.sub(rf'\s*<script (?:defer )?src="[^"]*{vain}(?:\?[^"]*)?"></script>', "", text)
+        text = re.sub(r'(_images/[^"/]+)\.png"', r'\1.webp"', text)
         page.write_text(text, encoding="utf-8")
         used |= set(ICON.findall(text))
     static = out / "_static"
@@ -57,6 +60,14 @@ def trim(app, error):
         if "mathjax" not in script.parts:
             used |= set(ICON.findall(script.read_text(encoding="utf-8")))
     trim_icons(static, used)
+
+
+def pack_pictures(folder: Path):
+    """Every picture as WebP, pixel by pixel the same and a third smaller than PNG."""
+    for path in folder.glob("*.png"):
+        with Image.open(path) as picture:
+            picture.convert("RGBA" if "A" in picture.mode else "RGB").save(path.with_suffix(".webp"), lossless=True)
+        path.unlink()
 
 
 def trim_icons(static: Path, used: set[str]):
