@@ -12,7 +12,7 @@ book: .venv/installed
 
 test: .venv/installed
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 site: .venv/installed
 	$(BIN)/jupyter-book build . --path-output . -W -n --keep-going --quiet

@@ -1,5 +1,6 @@
 """The few figures that chapters share: one style, pictures upscaled with nearest neighbour, truth on the left."""
 
+import io
 from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
@@ -7,6 +8,8 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers, each with its own marker.
@@ -94,3 +97,68 @@ def numbers(matrix: Tensor, side: int = 96) -> Tensor:
 def decibels(values: Tensor) -> list[str]:
     """PSNRs as notes under pictures."""
     return [f"{value:.1f} dB" for value in values.tolist()]
+
+
+def error_maps(reconstruction: Tensor, truth: Tensor, *, limit: float = 0.3) -> Tensor:
+    """How far each pixel is off, as colour pictures (n, 3, h, w): black at no error, pale yellow at `limit` and beyond.
+
+    The scale, matplotlib's inferno, is even to the eye and rises in brightness alone, so that it can be read without
+    seeing colours. `error_bar` draws it.
+
+    Args:
+        reconstruction, truth: (n, c, h, w), compared as they are shown, cut to [0, 1].
+        limit: the mean |difference| over the channels at which the scale ends, above 0.
+    """
+    if reconstruction.shape != truth.shape or truth.ndim != 4:
+        shapes = [tuple(pixels.shape) for pixels in (reconstruction, truth)]
+        raise ValueError(f"both must be pictures (n, c, h, w) of one shape, got {shapes}")
+    if not limit > 0:
+        raise ValueError(f"limit must be above 0, got {limit}")
+    shown, meant = (pixels.detach().float().cpu().clamp(0, 1) for pixels in (reconstruction, truth))
+    colours = mpl.colormaps["inferno"](((shown - meant).abs().mean(1) / limit).clamp(0, 1).numpy())
+    return torch.from_numpy(colours[..., :3]).permute(0, 3, 1, 2).float()
+
+
+def error_bar(figure: Figure, rows: int, *, limit: float = 0.3) -> None:
+    """Put the scale of `error_maps` to the right of the last rows of a figure that `pictures` has drawn."""
+    share = rows / figure.axes[0].get_subplotspec().get_gridspec().nrows
+    scale = mpl.cm.ScalarMappable(mpl.colors.Normalize(0, limit), "inferno")
+    bar = figure.colorbar(
+        scale, ax=figure.axes, extend="max", shrink=0.9 * share, anchor=(0, 0), aspect=36 * share, pad=0.02
+    )
+    bar.set_label("error of a pixel", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    figure.set_figwidth(figure.get_figwidth() + 0.6)
+
+
+def film(frames: Tensor, labels: Sequence[str], *, columns: int = 5, zoom: int = 3) -> tuple[bytes, list[list[int]]]:
+    """A film strip: frames in reading order, each pixel a square of zoom by zoom, with a line of text below each frame.
+
+    Args:
+        frames: (n, c, h, w) with 1 or 3 channels; values are clamped to [0, 1].
+        labels: one a frame.
+        columns: frames in a row.
+        zoom: at least 1.
+
+    Returns:
+        The strip as a PNG file, and where the frames are in it: left, top, width and height of each.
+    """
+    if frames.ndim != 4 or frames.shape[1] not in (1, 3) or len(frames) != len(labels):
+        raise ValueError(f"frames must be (n, 1 or 3, h, w) with n labels, got {tuple(frames.shape)}, {len(labels)}")
+    gap, line = 8, 20
+    height, width = (zoom * side for side in frames.shape[2:])
+    places = [
+        [gap + i % columns * (width + gap), gap + i // columns * (height + line), width, height]
+        for i in range(len(frames))
+    ]
+    size = (gap + min(columns, len(frames)) * (width + gap), places[-1][1] + height + line)
+    strip, font = Image.new("RGB", size, "white"), ImageFont.truetype(findfont("DejaVu Sans"), 13)
+    for frame, label, (left, top, _, _) in zip(frames, labels, places, strict=True):
+        pixels = frame.detach().float().cpu().clamp(0, 1).mul(255).round().byte().expand(3, -1, -1)
+        picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+        strip.paste(picture.resize((width, height), Image.Resampling.NEAREST), (left, top))
+        at = (left + width / 2, top + height + line / 2 - 2)
+        ImageDraw.Draw(strip).text(at, label, "black", font, anchor="mm")
+    file = io.BytesIO()
+    strip.save(file, "PNG", optimize=True)
+    return file.getvalue(), places

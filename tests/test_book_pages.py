@@ -11,9 +11,12 @@ import cite
 import claims_table
 import matplotlib.pyplot as plt
 import nbformat
+import pandas as pd
 import pytest
 import rules
+import tidy
 import yaml
+from bs4 import BeautifulSoup
 
 from gradinv import chapters, claims
 
@@ -64,6 +67,12 @@ def test_prose_is_plain(path):
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
     assert not re.findall(r"\b(?:e\.g\.|i\.e\.|etc\.|cf\.|viz\.)", text), "Latin abbreviations"
     assert not [line for line in text.splitlines() if re.search(r"[a-z]\. [A-Z]", line)], "two sentences on a line"
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: path.name)
+def test_code_fits_beside_the_contents(path):
+    blocks = re.findall(r"^ *```(?:python|bash)\n(.*?)^ *```", path.read_text(), re.S | re.M)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 76] == []
 
 
 def test_citation_file_is_valid():
@@ -281,6 +290,13 @@ def test_every_exercise_has_a_grade(teaching):
     assert [row["grade"] for row in rows] == sorted((row["grade"] for row in rows), key=teaching.GRADES.index)
 
 
+def test_every_chapter_has_one_exercise_of_each_grade(teaching):
+    grades = {}
+    for row in teaching.graded(directive("book/teaching.md", "exercises-table")):
+        grades.setdefault(row["chapter"], []).append(row["grade"])
+    assert {chapter: tuple(each) for chapter, each in grades.items()} == dict.fromkeys(grades, teaching.GRADES)
+
+
 @pytest.mark.parametrize("change", [{"easy": "ex-no-such"}, {"hard": ""}, {"simple": "ex-twin-loss"}])
 def test_a_wrong_grade_is_named(teaching, change):
     with pytest.raises(ValueError, match="each exercise needs one grade of easy, medium, hard"):
@@ -331,3 +347,44 @@ def test_example_of_the_own_model_page_takes_a_batch(capsys):
     exec(block.replace('data.load("cifar10", 1)', 'data.load("cifar10", 2)'), {})
     printed = capsys.readouterr().out
     assert "walk_back ambiguous" in printed and "match_gradients approximate" in printed
+
+
+def tidied(frame):
+    return BeautifulSoup(tidy.data_frame(frame._repr_html_()), "html.parser").table
+
+
+def test_numbers_of_rows_are_dropped_and_names_of_rows_are_not():
+    frame = pd.DataFrame({"network": ["a", "b"], "error": [1e-5, float("nan")]})
+    table = tidied(frame)
+    assert [[cell.get_text() for cell in row(["th", "td"])] for row in table("tr")] == [
+        ["network", "error"],
+        ["a", "0.00001"],
+        ["b", "–"],
+    ]
+    assert [cell.get_text() for cell in table(class_="number")] == ["error", "0.00001", "–"]
+    assert tidied(frame.set_index("network")).tbody.th.get_text() == "a"
+
+
+def test_head_of_a_table_is_one_line_where_it_can_be():
+    frame = pd.DataFrame({"k": [1, 2], "l": [3, 4], "m": [5, 6]}).set_index(["k", "l"])
+    assert [cell.get_text() for cell in tidied(frame).thead("th")] == ["k", "l", "m"]
+    assert len(tidied(frame.rename_axis(columns="of")).thead("tr")) == 2  # both names stay
+
+
+def test_verdicts_of_a_chapter_read_as_on_the_claims_page():
+    says = {"claim": "It holds.", "paper": "exact", "here": "max_error = 2e-12, count = 3"}
+    table = tidied(pd.DataFrame([{**says, "passes when": "max_error < 1e-9", "verdict": "not reproduced"}]))
+    cells = [cell.get_text() for cell in table.tbody(["th", "td"])]
+    assert cells[2:] == [
+        "largest error: 2\u00a0×\u00a010⁻¹²; count: 3",
+        "largest error below 10⁻⁹",
+        "✗\u00a0not reproduced",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("1e-16", "10⁻¹⁶"), ("-2.5e+07", "−2.5\u00a0×\u00a010⁷"), ("-0.9", "−0.9"), ("98%", "98%"), ("re-run", "re-run")],
+)
+def test_numbers_in_a_sentence(written, read):
+    assert tidy.number(written) == read

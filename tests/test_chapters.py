@@ -1,10 +1,13 @@
 """Every chapter runs at smoke scale with no network and no data but what packages carry, and judges its claims."""
 
 import os
+import re
 import subprocess
 import sys
 
+import nbformat
 import pytest
+from solutions import add_solutions
 
 from gradinv import chapters, claims
 
@@ -15,8 +18,19 @@ QUICK = [
 
 
 @pytest.mark.parametrize("chapter", chapters.names())
-def test_smoke(chapter, tmp_path):
-    (record,) = chapters.run([chapter], scale="smoke", out=tmp_path)
+def test_smoke(chapter, tmp_path, monkeypatch):
+    """The solutions run after the last cell of a copy, so that a reader's run is spared them."""
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    notebook = nbformat.read(chapters.NOTEBOOKS / f"{chapter}.ipynb", 4)
+    nbformat.write(add_solutions(notebook), copies / f"{chapter}.ipynb")
+    monkeypatch.setattr(chapters, "NOTEBOOKS", copies)
+    try:
+        (record,) = chapters.run([chapter], scale="smoke", out=tmp_path)
+    except chapters.ChapterError as error:
+        if solution := re.match("# (solution of .+)", getattr(error.__cause__, "source", "")):
+            pytest.fail(f"{chapter}, {solution[1]}\n{error.__cause__}")
+        raise
     expected = [claim.id for claim in claims.ledger().values() if claim.chapter == chapter]
     assert [row["id"] for row in record["claims"]] == expected
     assert {row["verdict"] for row in record["claims"]} <= set(claims.VERDICTS)

@@ -12,6 +12,7 @@ import tomllib
 import nbformat
 import pytest
 import yaml
+from solutions import add_solutions
 
 from gradinv.__main__ import _parser
 
@@ -63,6 +64,8 @@ def test_copy_of_the_template_is_a_chapter_that_runs(tmp_path):
     (tmp_path / "book/claims.yml").write_text(row)
     (tmp_path / "_toc.yml").write_text("parts: [{chapters: [{file: notebooks/new}]}]")
     assert run(copy, tmp_path).returncode == 0
+    new = tmp_path / "notebooks/new.ipynb"
+    nbformat.write(add_solutions(nbformat.read(new, 4)), new)
     done = subprocess.run(
         f"{start} --write",
         shell=True,
@@ -73,8 +76,8 @@ def test_copy_of_the_template_is_a_chapter_that_runs(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "new.exact: reproduced" in done.stdout
-    executed = nbformat.read(tmp_path / "notebooks/new.ipynb", 4)
-    template = nbformat.read(TEMPLATE, 4)
+    executed = nbformat.read(new, 4)
+    template = add_solutions(nbformat.read(TEMPLATE, 4))
     assert [cell.source.replace("my_chapter", "new") for cell in template.cells] == [c.source for c in executed.cells]
 
 

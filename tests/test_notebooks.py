@@ -1,10 +1,12 @@
 """Every committed chapter and the template: skeleton, order of execution, described pictures, nothing private."""
 
+import ast
 import json
 import re
 
 import nbformat
 import pytest
+from solutions import exercises, solutions
 
 from gradinv import chapters, claims
 
@@ -100,6 +102,15 @@ def test_cells_are_small_and_plain(notebook):
             assert len(line) <= 76, line
             assert not re.match(r"\s*(class |[!%])", line), line
         assert not re.search(r"\b(urllib|requests|ipywidgets|tqdm|subprocess)\b", cell.source)
+
+
+def test_three_exercises_with_solutions_that_check_themselves(notebook):
+    found = solutions(notebook)
+    assert len(found) == 3 and list(found) == exercises(notebook)
+    for label, code in found.items():
+        lines = [line for line in code.splitlines() if line]
+        assert 3 <= len(lines) <= 12 and max(map(len, lines)) <= 76, label
+        assert any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(code).body[-1])), label
 
 
 def test_nothing_private_and_not_too_large(path):

@@ -14,7 +14,7 @@ import torch
 ROOT = pathlib.Path(__file__).parent.parent
 TEXT = (ROOT / "book/rerun.md").read_text()
 PROGRAMS = "python|pip|make|git|jupyter|papermill"
-BLOCKS = re.findall(r"^ *```bash\n(.*?)^ *```", TEXT, re.S | re.M)
+BLOCKS = re.findall(r"^ *```bash\n(.*?)^ *```", re.sub(r" \\\n *", " ", TEXT), re.S | re.M)
 INLINE = re.findall(rf"`((?:{PROGRAMS}) [^`]+)`", re.sub(r"^ *```.*?^ *```", "", TEXT, flags=re.S | re.M))
 COMMANDS = [line.strip() for block in BLOCKS for line in block.splitlines()] + INLINE
 # What is long, needs a network or changes the checkout is made short. FOLDER is a temporary one.

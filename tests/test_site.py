@@ -5,6 +5,7 @@ The build runs once. The checks in a browser are skipped where no Chromium is in
 
 import functools
 import http.server
+import itertools
 import json
 import os
 import pathlib
@@ -19,6 +20,7 @@ import pytest
 import yaml
 from bs4 import BeautifulSoup
 from docutils.nodes import make_id
+from fontTools.ttLib import TTFont
 from PIL import Image
 
 from gradinv import claims
@@ -30,10 +32,36 @@ CHAPTERS = [page for page in PAGES if page.startswith("notebooks/")]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on PATH")
 
-# Both widths in both themes, with two loads a page.
-VISITS = [("light", (1280, 375)), ("dark", (375, 1280))]
 PHONE, DESKTOP = 375, 1280
-AXE = {"preload": False, "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
+VISITS = [("light", DESKTOP), ("dark", PHONE)]
+GENERATED = ["404", "search", "genindex"]
+LARGEST = 2_500_000  # bytes that a page loads, unpacked
+STANDARDS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+QUICK = {"preload": False, "resultTypes": ["violations"]}
+STRUCTURE = {**QUICK, "runOnly": STANDARDS, "rules": {"color-contrast": {"enabled": False}}}
+CONTRAST = {**QUICK, "runOnly": ["color-contrast"]}
+# Contrast takes most of the time. Texts of the same size and colour on the same grounds have the same, so of each
+# kind two are enough.
+MARK_SAMPLES = """() => {
+    const seen = {};
+    const look = (box) => {
+        const style = getComputedStyle(box);
+        return [style.backgroundColor, style.backgroundImage, style.opacity].join();
+    };
+    const grounds = new Map();
+    const ground = (box) => {
+        if (!box) return "";
+        if (!grounds.has(box)) grounds.set(box, `${look(box)} ${ground(box.parentElement)}`);
+        return grounds.get(box);
+    };
+    for (const box of document.querySelectorAll("body *")) {
+        if (![...box.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim())) continue;
+        const style = getComputedStyle(box);
+        const kind = [style.color, style.fontSize, style.fontWeight, style.visibility, ground(box)].join();
+        seen[kind] = (seen[kind] ?? 0) + 1;
+        box.toggleAttribute("data-sample", seen[kind] <= 2);
+    }
+}"""
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +101,7 @@ def soups(site):
 
 
 def test_every_page_is_built(soups):
-    assert {f"{page}.html" for page in PAGES} <= set(soups)
+    assert {f"{page}.html" for page in [*PAGES, *GENERATED, "index"]} == set(soups)
 
 
 def test_front_door_leads_to_the_first_page(soups):
@@ -148,6 +176,28 @@ def test_pictures_say_what_they_show(soups, page):
         assert not caption or alt not in caption.get_text(), f"the alt text repeats the caption: {alt!r}"
 
 
+def test_headings_and_the_tab_key_follow_the_text(soups):
+    """No heading jumps a level, and nothing that takes the focus is taken out of its place."""
+    for name, soup in soups.items():
+        levels = [int(heading.name[1]) for heading in soup.select("article :is(h1, h2, h3, h4, h5, h6)")]
+        if name != "index.html":  # which only leads on
+            assert (levels[:1] == [1] and levels.count(1) == 1) or name == "search.html", name  # there by a script
+            assert soup.select_one("body a[href], body button").get("href") == "#main-content", name
+        assert all(after - before <= 1 for before, after in itertools.pairwise(levels)), (name, levels)
+        assert [str(tag)[:150] for tag in soup.select("[tabindex]") if int(tag["tabindex"]) > 0] == [], name
+
+
+def test_icons_have_a_shape(site, soups):
+    """The build leaves out the icons that no page uses."""
+    used = {icon for soup in soups.values() for tag in soup.select("[class*=fa-]") for icon in tag["class"]}
+    used = {icon for icon in used if icon.startswith("fa-")} - {"fa-solid", "fa-lg"}
+    style = (site / "_static/styles/pydata-sphinx-theme.css").read_text(encoding="utf-8")
+    shapes = TTFont(site / "_static/vendor/fontawesome/webfonts/fa-solid-900.woff").getBestCmap()
+    for icon in used:
+        code = re.search(rf'\.{icon}:before[^{{}}]*\{{content:"\\?([^"]+)"', style)[1]
+        assert (ord(code) if len(code) == 1 else int(code, 16)) in shapes, icon
+
+
 @pytest.mark.parametrize("page", CHAPTERS)
 def test_chapter_can_be_downloaded(site, soups, page):
     links = [
@@ -186,6 +236,9 @@ def test_times_are_those_of_the_records(soups, page):
             seconds = json.loads(record.read_text())["seconds"]
             took = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
             assert took in rows[f"{name.name}.html"].get_text()
+
+
+SETTLED = "() => Promise.resolve(window.MathJax?.startup?.promise).then(() => document.fonts.ready).then(() => true)"
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
@@ -244,7 +297,8 @@ def visit(browser, address):
             ),
         )
         tab.goto(address + path, wait_until="load")
-        tab.wait_for_timeout(700)  # icons and repairs
+        tab.evaluate(SETTLED)
+        tab.wait_for_timeout(100)
         return tab
 
     yield visit
@@ -252,30 +306,83 @@ def visit(browser, address):
         context.close()
 
 
-@needs_browser
-@pytest.mark.parametrize("theme, widths", VISITS, ids=[theme for theme, _ in VISITS])
-@pytest.mark.parametrize("page", PAGES)
-def test_page_in_a_browser(visit, page, theme, widths):
+def violations(tab):
+    """What axe finds: everything of the structure, and the contrast of each kind of text."""
     from axe_playwright_python.sync_playwright import Axe
 
-    tab = visit(f"{page}.html", theme, widths[0])
-    tab.evaluate("() => window.MathJax?.startup?.promise?.then(() => true)")
-    assert tab.locator("html").get_attribute("data-theme") == theme
-    # colours do not depend on the width, nor the structure on the theme, so two of the four pairs are enough
-    violations = Axe().run(tab, options=AXE).response["violations"]
-    assert [(found["id"], [node["html"][:200] for node in found["nodes"]]) for found in violations] == []
-    for width in widths:
-        tab.set_viewport_size({"width": width, "height": 900})
-        tab.wait_for_timeout(200)
-        needed = tab.evaluate("() => document.documentElement.scrollWidth")
-        assert needed <= width, f"the page needs {needed} px on a screen of {width} px"
+    tab.evaluate(MARK_SAMPLES)
+    runs = [
+        Axe().run(tab, options=STRUCTURE),
+        Axe().run(tab, context={"include": [["[data-sample]"]]}, options=CONTRAST),
+    ]
+    found = [violation for run in runs for violation in run.response["violations"]]
+    return [(violation["id"], [node["html"][:200] for node in violation["nodes"]]) for violation in found]
+
+
+LOADED = """() => [...performance.getEntriesByType("navigation"), ...performance.getEntriesByType("resource")]
+    .reduce((sum, entry) => sum + entry.decodedBodySize, 0)"""
+FOCUSED = """() => {
+    const box = document.activeElement, style = getComputedStyle(box), before = window.lastFocused;
+    window.lastFocused = box;
+    return {
+        where: box.outerHTML.slice(0, 150),
+        seen: (style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0) || style.boxShadow !== "none",
+        later: !before || !!(before.compareDocumentPosition(box) & Node.DOCUMENT_POSITION_FOLLOWING),
+    };
+}"""
+
+
+def stops(tab, most):
+    """The next elements that the Tab key reaches, not further than the end of the article."""
+    found = []
+    for _ in range(most):
+        tab.keyboard.press("Tab")
+        if found and not tab.evaluate("() => document.activeElement.closest('body > *')"):
+            break
+        found.append(tab.evaluate(FOCUSED))
+    return found
+
+
+@needs_browser
+@pytest.mark.parametrize("page", [*PAGES, *GENERATED])
+def test_page_in_a_browser(visit, page):
+    """One load: of every second page in the dark. Colours do not depend on the width, nor the structure on the theme,
+    so two of the four pairs are enough."""
+    visits = VISITS if len(page) % 2 else VISITS[::-1]
+    tab = visit(f"{page}.html", *visits[0])
     raw = "() => [...document.querySelectorAll('article .math:not(:has(mjx-container))')].length"
     assert tab.evaluate(raw) == 0, "math that was not typeset"
-    filters = "() => [...document.querySelectorAll('article img')].map(image => getComputedStyle(image).filter)"
-    assert set(tab.evaluate(filters)) <= {"none"}, "a filter changes the pictures"
     empty = "() => [...document.images].filter(picture => !picture.naturalWidth).map(picture => picture.src)"
     assert tab.evaluate(empty) == []
+    assert tab.evaluate(LOADED) < LARGEST
+    for theme, width in visits:
+        tab.emulate_media(color_scheme=theme)
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.wait_for_timeout(200)
+        assert tab.locator("html").get_attribute("data-theme") == theme
+        assert violations(tab) == []
+        filters = "() => [...document.querySelectorAll('article img')].map(image => getComputedStyle(image).filter)"
+        assert set(tab.evaluate(filters)) <= {"none"}, "a filter changes the pictures"
+    for width in (PHONE, DESKTOP):
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.wait_for_timeout(100)
+        needed = tab.evaluate("() => document.documentElement.scrollWidth")
+        assert needed <= width, f"the page needs {needed} px on a screen of {width} px"
+    first, *others = stops(tab, 6)
+    assert "main-content" in first["where"], "the first stop of the Tab key does not skip to the text"
+    tab.evaluate("() => { window.lastFocused = null; document.querySelector('#main-content').focus(); }")
+    reached = [first, *others, *stops(tab, 12)]
+    assert [stop["where"] for stop in reached if not stop["seen"]] == [], "the focus cannot be seen"
+    assert [stop["where"] for stop in reached if not stop["later"]] == [], "the focus goes back"
     assert tab.faults == []
+
+
+@needs_browser
+def test_faint_text_and_missing_names_are_found(visit):
+    tab = visit("book/references.html")
+    tab.add_style_tag(content=".citation:nth-child(5) { color: #aaa; } .bd-article { background: white; }")
+    tab.evaluate("() => document.querySelector('article').insertAdjacentHTML('beforeend', '<button></button>')")
+    assert {rule for rule, _ in violations(tab)} >= {"button-name", "color-contrast"}
 
 
 @needs_browser
@@ -340,6 +447,75 @@ def test_wide_boxes_can_be_scrolled_with_the_keyboard(visit):
         && box.tabIndex < 0 && !box.querySelector('a, button, input, [tabindex="0"]')
         && !box.closest('[tabindex="0"]')).map(box => box.outerHTML.slice(0, 150))"""
     assert tab.evaluate(stuck) == []
+
+
+FILM = "notebooks/cosine_attack.html"
+
+
+def shown(tab):
+    """What the player of the film shows: the frame's pixels, the text, and where the mark on the curve is."""
+    mark = tab.locator(".watch .mark")
+    return (
+        tab.locator(".watch canvas").last.evaluate("canvas => canvas.toDataURL()"),
+        tab.locator(".watch output").inner_text(),
+        (mark.get_attribute("cx"), mark.get_attribute("cy")),
+    )
+
+
+def test_film_strip_is_small(site, soups):
+    strip = soups[FILM].select_one("#fig-cosine-film img")
+    frames = len(soups[FILM].select("details.film tbody tr"))
+    assert (site / urljoin(FILM, strip["src"])).stat().st_size < 300_000 and 24 <= frames <= 32
+
+
+@needs_browser
+def test_film_can_be_watched_with_the_keyboard(visit):
+    tab = visit(FILM)
+    slider, strip = tab.get_by_role("slider"), tab.locator("#fig-cosine-film img")
+    assert not strip.is_visible() and slider.evaluate("input => input.labels[0].innerText.trim()") == "Frame"
+    truth = tab.locator(".watch canvas").first
+    assert truth.bounding_box()["x"] < tab.locator(".watch canvas").last.bounding_box()["x"]
+    slider.focus()
+    seen = []
+    for key in ("End", "ArrowLeft", "PageDown", "Home"):
+        tab.keyboard.press(key)
+        seen.append(shown(tab))
+        assert slider.get_attribute("aria-valuetext") == seen[-1][1]
+    assert [len(set(parts)) for parts in zip(*seen, strict=True)] == [4, 4, 4]
+    assert seen[-1][1].startswith("step 0 of ") and slider.input_value() == "0"
+    assert slider.evaluate("input => getComputedStyle(input).outlineStyle") == "solid"
+    tab.keyboard.press("Shift+Tab")
+    tab.keyboard.press("Enter")  # Play
+    tab.wait_for_function("() => document.querySelector('.watch input').value > 1")
+    tab.keyboard.press("Enter")  # Pause
+    stopped = shown(tab)
+    tab.wait_for_timeout(500)
+    assert shown(tab) == stopped and tab.faults == []
+
+
+@needs_browser
+def test_film_can_be_watched_by_touch_and_never_starts_by_itself(visit):
+    tab = visit(FILM, width=PHONE, has_touch=True, reduced_motion="reduce")
+    first = shown(tab)
+    assert not tab.locator(".watch button").is_visible()
+    box = tab.get_by_role("slider").bounding_box()
+    assert box["height"] >= 24 and box["x"] + box["width"] <= PHONE
+    tab.get_by_role("slider").tap(position={"x": box["width"] * 0.2, "y": box["height"] / 2})
+    second = shown(tab)
+    assert all(before != after for before, after in zip(first, second, strict=True))
+    tab.wait_for_timeout(500)
+    assert shown(tab) == second and tab.faults == []
+
+
+@needs_browser
+def test_film_strip_stays_without_script_and_on_paper(visit):
+    tab = visit(FILM, java_script_enabled=False)
+    assert tab.locator("#fig-cosine-film img").is_visible() and tab.locator(".watch").count() == 0
+    tab.locator("details.film summary").click()
+    assert tab.locator("details.film tbody tr").first.is_visible()
+    tab = visit(FILM)
+    tab.emulate_media(media="print")
+    assert tab.locator("#fig-cosine-film img").is_visible() and not tab.locator(".watch").is_visible()
 
 
 CLAIMS = "table.claims tbody tr"

@@ -164,7 +164,7 @@ class ClaimsTable(Ledger):
             yield f"{scale}: {badge(result['verdict'])}"
             yield rules.values(result["values"])
         yield f"Unit: {claim.unit}" if self.results(claim) else NOT_YET
-        heading = re.sub(r"[`<>]", "", self.places[claim.id].heading)
+        heading = re.sub(r'[`<>"]', "", self.places[claim.id].heading)
         yield f"Measured in {{ref}}`“{heading}” <measured-{claim.id}>`"
         yield from passes_when(claim)
 

@@ -120,7 +120,7 @@ class ChaptersTable(Ledger):
 class StatusTable(Ledger):
     def write(self):
         rows = [row for name in chapters.names() for row in self.rows(name)]
-        return table(["Chapter", "Run", "Verdicts", "Made by"], rows, "22 16 26 36", "status")
+        return table(["Chapter", "Run", "Verdicts", "Made by"], rows, "23 12 25 40", "status")
 
     def rows(self, name):
         for run in self.runs_of(name):
@@ -129,7 +129,7 @@ class StatusTable(Ledger):
                 badge(verdict, f"{counts[verdict]} {verdict}") for verdict in claims.VERDICTS if counts[verdict]
             ]
             time = [run["scale"], duration(run["seconds"])]
-            made = [run["device_name"], versions(run), f"{run['date']}, {commit(run)}", f"Data: {data(run)}"]
+            made = [f"{run['device_name']}, {run['date']}, {commit(run)}", versions(run), f"Data: {data(run)}"]
             yield [[self.link(name)], time, [*verdicts, *stale_note(run)], made]
         if not self.runs_of(name):
             yield [[self.link(name)], ["–"], [NOT_YET], ["–"]]
@@ -144,7 +144,7 @@ class TimesTable(Ledger):
         ]
         devices = sorted({run["device_name"] for run in self.runs})
         header = ["Chapter", "Name", *claims.SCALES]
-        return [*table(header, rows, "36 25 13 13 13", "runs"), f"Made on: {'; '.join(devices)}."]
+        return [*table(header, rows, "31 21 16 16 16", "runs"), f"Made on: {'; '.join(devices)}."]
 
     def took(self, run):
         return duration(run["seconds"]) if run else NOT_YET

@@ -39,11 +39,14 @@ def number(value, digits: int = 7) -> str:
     """A number with so many digits and a power of ten where Python would write one; other values as they are."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    mantissa, _, exponent = f"{value:.{digits}g}".replace("-", "−").partition("e")
-    if not exponent:
-        return mantissa
-    power = "10" + str(int(exponent.replace("−", "-"))).translate(RAISED)
-    return power if mantissa == "1" else f"{mantissa}\u00a0×\u00a0{power}"
+    mantissa, _, exponent = f"{value:.{digits}g}".partition("e")
+    return power(mantissa, int(exponent)) if exponent else mantissa.replace("-", "−")
+
+
+def power(mantissa: str, exponent: int) -> str:
+    """`1e-16` reads "10⁻¹⁶" and `-2.5e-30` reads "−2.5 × 10⁻³⁰"."""
+    ten = "10" + str(exponent).translate(RAISED)
+    return ten if mantissa == "1" else f"{mantissa.replace('-', '−')}\u00a0×\u00a0{ten}"
 
 
 def rule(expression: str) -> str:

@@ -24,7 +24,7 @@
   };
 
   document.addEventListener("DOMContentLoaded", repair);
-  // icons are drawn after the page has loaded
-  addEventListener("load", () => [0, 500].forEach((delay) => setTimeout(repair, delay)));
+  // formulas are set after the page has loaded
+  addEventListener("load", () => Promise.resolve(window.MathJax?.startup?.promise).then(repair));
   addEventListener("resize", repair);
 })();

@@ -1,0 +1,145 @@
+"""What code cells print, set as a reader of a book expects it: data frames, glued numbers, formulas in a line.
+
+A data frame loses the numbers of its rows where they only count, and the second line of its head where that only
+names the index; its numbers are set flush right. The table that `claims.table` makes reads as on the claims page.
+`1e-16` becomes 10⁻¹⁶ in a sentence. No number is changed.
+"""
+
+import re
+
+import rules
+from bs4 import BeautifulSoup
+from docutils import nodes
+from ledger import MARKS
+from sphinx.transforms.post_transforms import SphinxPostTransform
+
+NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(?:e[+-]\d+)?\s?%?|[+-]?inf|NaN|")
+VERDICTS = ["claim", "paper", "here", "passes when", "verdict"]
+POWER = re.compile(r"([+-]?[\d.]+)e([+-]\d+)")
+
+
+def data_frame(html: str) -> str:
+    """The HTML of a data frame, tidied. Any other HTML comes back as it is."""
+    soup = BeautifulSoup(html, "html.parser")
+    table = soup.find("table", class_="dataframe")
+    if table is None or table.thead is None:
+        return html
+    for style in soup("style"):
+        style.decompose()
+    table.attrs.pop("border", None)
+    for row in table("tr"):
+        row.attrs.pop("style", None)
+    merge_head(table)
+    drop_row_numbers(table)
+    if [cell.get_text() for cell in table.thead("th")] == VERDICTS:
+        set_verdicts(soup, table)
+    else:
+        align(table)
+    return str(soup)
+
+
+def merge_head(table):
+    """Put the names of the index into the line above them, where that is free."""
+    *above, last = table.thead("tr")
+    names = last("th")
+    index = sum(bool(cell.get_text()) for cell in names)
+    upper = above[-1]("th") if above else []
+    if len(upper) != len(names) or any(cell.get_text() for cell in [*names[index:], *upper[:index]]):
+        return
+    for cell, name in zip(upper, names[:index], strict=False):
+        cell.string = name.get_text()
+    last.decompose()
+
+
+def drop_row_numbers(table):
+    heads = [row("th") for row in table.tbody("tr")]
+    counts = [[str(number)] for number in range(len(heads))]
+    if len(table.thead("tr")) > 1 or table.thead.th.get_text():
+        return
+    if [[cell.get_text() for cell in cells] for cells in heads] == counts:
+        for row in table("tr"):
+            row.th.decompose()
+
+
+def align(table):
+    """Mark the columns of numbers, and print a value that is missing as a dash."""
+    heads, rows = table.thead("tr"), [row("td") for row in table.tbody("tr")]
+    for cell in (cell for row in rows for cell in row if cell.get_text() == "NaN"):
+        cell.string = "–"
+    for place in range(1, 1 + max(map(len, rows), default=0)):
+        column = [row[-place] for row in rows]
+        numeric = all(NUMBER.fullmatch(cell.get_text()) or cell.get_text() == "–" for cell in column)
+        labels = [row("th")[-place] for row in heads if not row.find(colspan=True)]
+        for cell in [*column, *labels] if numeric else []:
+            cell["class"] = "number"
+
+
+def set_verdicts(soup, table):
+    table["class"] = "dataframe verdicts"
+    for row in table.tbody("tr"):
+        claim, _, here, rule, verdict = row("td")
+        claim.name, claim["scope"] = "th", "row"
+        for cell, words in ((here, found(here.get_text())), (rule, rule.get_text() and rules.rule(rule.get_text()))):
+            cell.clear()
+            cell.append(BeautifulSoup(re.sub(r"\*([^*]+)\*", r"<em>\1</em>", words), "html.parser"))
+        word = verdict.get_text()
+        badge = soup.new_tag("span", attrs={"class": f"verdict {nodes.make_id(word)}"})
+        badge.string = f"{MARKS[word]}\u00a0{word}"
+        verdict.clear()
+        verdict.append(badge)
+
+
+def found(text: str) -> str:
+    """Measured values, "x = 1.5, count = 3", in the words of the claims page."""
+    pairs = [pair.partition(" = ")[::2] for pair in re.split(r", (?=\w+ = )", text)]
+    return rules.values({name: value(written) for name, written in pairs})
+
+
+def value(written: str):
+    for kind in (int, float):
+        try:
+            return kind(written)
+        except ValueError:
+            continue
+    return written
+
+
+def number(text: str) -> str:
+    """A number in a sentence: a true minus, and a power of ten in place of the computer's."""
+    power = POWER.fullmatch(text)
+    if power:
+        return rules.power(power[1], int(power[2]))
+    return re.sub(r"^-(?=[\d.])", "−", text)
+
+
+class Tidy(SphinxPostTransform):
+    default_priority = 500  # after outputs were chosen and glued values put in
+    formats = ("html",)
+
+    def run(self, **options):
+        for node in list(self.document.findall(nodes.raw)):
+            if 'class="dataframe"' in node.astext():
+                node.replace_self(nodes.raw("", data_frame(node.astext()), format="html"))
+        for node in self.document.findall(nodes.inline):
+            if "pasted-text" in node["classes"]:
+                words = node.astext()
+                node.children = [nodes.Text(number(words))]
+                node["classes"] += ["word"] if words in MARKS else []
+        for node in list(self.document.findall(nodes.math)):
+            keep_together(node)
+
+
+def keep_together(formula):
+    """A full stop or a bracket does not begin a line on its own."""
+    after = formula.next_node(descend=False, siblings=True)
+    if isinstance(after, nodes.Text) and re.match(r"[.,;:!?)\]’]", after):
+        end = re.match(r"[.,;:!?)\]’]+(?:s\b)?", after)[0]
+        formula.parent.replace(after, nodes.Text(after[len(end) :]))
+        box = nodes.inline("", "", classes=["together"])
+        formula.replace_self(box)
+        box += [formula, nodes.Text(end)]
+
+
+def setup(app):
+    app.add_post_transform(Tidy)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
