@@ -70,9 +70,7 @@ def distractors_nearer(
     return (apart <= own).sum(1) - 1  # itself
 
 
-def best_shift(
-    reconstruction: Float[Tensor, "n c h w"], truth: Float[Tensor, "n c h w"]
-) -> Float[Tensor, "n c h w"]:
+def best_shift(reconstruction: Float[Tensor, "n c h w"], truth: Float[Tensor, "n c h w"]) -> Float[Tensor, "n c h w"]:
     """Each reconstruction under the cyclic shift that brings it nearest to its truth.
 
     Its PSNR says how much of the content is there, wherever it is. It is never below the plain one, so compare what

@@ -5,12 +5,14 @@ generator deciding its weights. Networks that the papers feed with normalised pi
 as their first layer. `trained` gives the small weights made for this book.
 """
 
+import hashlib
 import json
 import math
 import pathlib
 from collections.abc import Sequence
 
 import torch
+import torchvision
 from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 
 CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR10_STD = (0.2470, 0.2435, 0.2616)
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 LEAK = 0.2  # slope of R-GAP's LeakyReLU (Zhu & Blaschko 2021)
 WEIGHTS = pathlib.Path(__file__).parent / "weights"
 
@@ -217,6 +221,43 @@ def resnet(
             raise ValueError(f"cut must name blocks among {', '.join(blocks)}, got {name!r}")
         blocks[name].downsample = NoSkip()
     return net.eval()
+
+
+def torchvision_resnet(depth: int = 18, *, trained: bool = False) -> nn.Module:
+    """torchvision's residual network for ImageNet's 1000 classes, for pictures of 224 x 224 or any other size.
+
+    Depth 18 has 11,689,512 parameters and depth 152 has 60,192,808 (He et al. 2016).
+
+    Args:
+        depth: 18, 34, 50, 101 or 152.
+        trained: load torchvision's weights IMAGENET1K_V1 from the folder of `torch.hub`. Nothing is ever downloaded.
+
+    Raises:
+        ValueError: another depth, or a file of weights that is damaged.
+        FileNotFoundError: the weights are not there; the message names the file and what to do.
+    """
+    depths = [known for known, (_, counts) in DEPTHS.items() if len(counts) == 4]
+    if depth not in depths:
+        raise ValueError(f"depth must be one of {depths}, got {depth}")
+    weights = torch.load(_hub_file(depth), map_location="cpu", weights_only=True) if trained else None
+    net = getattr(torchvision.models, f"resnet{depth}")(weights=None)
+    if trained:
+        net.load_state_dict(weights)
+    return nn.Sequential(Normalize(IMAGENET_MEAN, IMAGENET_STD), net).eval()
+
+
+def _hub_file(depth: int) -> pathlib.Path:
+    """torchvision's weights on disk, whose name ends in the beginning of their sha256."""
+    weights = torchvision.models.get_weight(f"ResNet{depth}_Weights.IMAGENET1K_V1")
+    path = pathlib.Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2])
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is not there: download {weights.url} into that folder, or let torchvision.models.resnet{depth}"
+            f'(weights="IMAGENET1K_V1") do it once'
+        )
+    if not hashlib.sha256(path.read_bytes()).hexdigest().startswith(path.stem.rpartition("-")[2]):
+        raise ValueError(f"{path} is damaged, its hash is not the one in its name: download {weights.url} again")
+    return path
 
 
 def cnn6(activation: str = "leaky_relu", *, second: int = 36, size: tuple[int, int] = (32, 32)) -> nn.Module:

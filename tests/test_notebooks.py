@@ -27,6 +27,7 @@ SKELETON = [
 ]
 TAGS = {"parameters", "hide-input", "remove-cell", "remove-output", "nbval-check-output", "nbval-ignore-output"}
 LARGEST = 2_000_000
+DATA = re.compile(r"cifar-?10\b|imagenet", re.I)  # what a result at laptop scale may rest on
 TEMPLATE = chapters.ROOT / "book/template/my_chapter.ipynb"
 PATHS = [*(chapters.NOTEBOOKS / f"{chapter}.ipynb" for chapter in chapters.names()), TEMPLATE]
 
@@ -132,7 +133,7 @@ def test_committed_run_judges_every_claim(chapter):
     for record in runs:
         assert {claim["id"] for claim in record["claims"]} == expected
         assert {claim["verdict"] for claim in record["claims"]} <= set(claims.VERDICTS)
-        assert all("cifar10" in source.lower() or "CIFAR-10" in source for source in record["data"])
+        assert record["data"] and all(DATA.search(source) for source in record["data"])
 
 
 def test_verdicts_follow_from_the_ledger_as_it_is(chapter):

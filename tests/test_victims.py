@@ -1,5 +1,6 @@
 """The networks under attack: published sizes, and what each option changes."""
 
+import hashlib
 import inspect
 
 import pytest
@@ -24,6 +25,8 @@ COUNTS = {
     "resnet18-w128": (lambda: victims.resnet(18, width=128), 44_662_922),
     "resnet34": (lambda: victims.resnet(34), 21_282_122),
     "resnet50": (lambda: victims.resnet(50), 23_520_842),
+    "torchvision's resnet18": (lambda: victims.torchvision_resnet(18), 11_689_512),
+    "torchvision's resnet152": (lambda: victims.torchvision_resnet(152), 60_192_808),
     "cnn6": (lambda: victims.cnn6(), 125_456),
     "cnn6d": (lambda: victims.cnn6d(), 118_544),
     "fcn3": (lambda: victims.fcn3(), 884_100),
@@ -232,3 +235,51 @@ def test_gradients_of_shifted_pictures(padding, same):
 def test_pooled_convnet_refuses_another_padding(padding):
     with pytest.raises(ValueError, match="padding must be 'zeros' or 'circular', or four of these, got "):
         victims.pooled_convnet(padding=padding)
+
+
+def test_torchvision_networks_normalise_inside():
+    net, pixels = victims.torchvision_resnet(18), torch.rand(1, 3, 40, 48)
+    mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in (victims.IMAGENET_MEAN, victims.IMAGENET_STD))
+    torch.testing.assert_close(net(pixels), net[1]((pixels - mean) / std))
+    assert net(pixels).shape == (1, 1000)
+
+
+@pytest.mark.parametrize("depth", [17, 20, 32])
+def test_torchvision_has_no_other_depth(depth):
+    with pytest.raises(ValueError, match=rf"depth must be one of \[18, 34, 50, 101, 152\], got {depth}"):
+        victims.torchvision_resnet(depth)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A folder of `torch.hub` without a network."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", None)
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
+
+
+@pytest.mark.parametrize("depth", [18, 152])
+def test_missing_weights_are_named_and_not_fetched(hub, depth):
+    with pytest.raises(FileNotFoundError, match=rf"resnet{depth}-\w{{8}}\.pth is not there: download https://"):
+        victims.torchvision_resnet(depth, trained=True)
+    assert not list(hub.iterdir())
+
+
+def test_damaged_weights_are_named(hub):
+    (hub / "resnet18-f37072fd.pth").write_bytes(b"half a file")
+    with pytest.raises(ValueError, match=r"resnet18-f37072fd\.pth is damaged"):
+        victims.torchvision_resnet(18, trained=True)
+
+
+def test_weights_on_disk_are_used(hub, monkeypatch):
+    torch.manual_seed(7)
+    there = victims.torchvision_resnet(18)
+    torch.save(there[1].state_dict(), hub / "new.pth")
+    name = f"resnet18-{hashlib.sha256((hub / 'new.pth').read_bytes()).hexdigest()[:8]}.pth"
+    (hub / "new.pth").rename(hub / name)
+    weights = type("Weights", (), {"url": f"https://example.org/{name}"})
+    monkeypatch.setattr("torchvision.models.get_weight", lambda name: weights)
+    loaded = victims.torchvision_resnet(18, trained=True)
+    assert not loaded.training
+    assert all(torch.equal(loaded.state_dict()[key], value) for key, value in there.state_dict().items())

@@ -4,6 +4,7 @@
 `{status-table}`        every run: verdicts, minutes, device, versions, date, commit, data
 `{times-table}`         how long every chapter takes at every scale
 `{chapter-run} NAME`    one chapter's runs, and which of them made the page
+`{weights-table}`       every trained network that ships with the package
 `{race-tables}`         the race of gradient matching against public code
 
 Each writes Markdown, which the page's own parser turns into nodes. `claims_table.py` and `cite.py` hold two more.
@@ -175,6 +176,26 @@ class ChapterRun(Ledger):
         return [*lines, "\n\n".join(facts + stale_note(made))]
 
 
+class WeightsTable(Ledger):
+    """The weights of `python -m gradinv train NAME`, from the record beside each; DP-SGD's records ship alone."""
+
+    def write(self):
+        folder = self.root / "gradinv/weights"
+        files = sorted(folder.glob("*.safetensors"))
+        self.env.note_dependency(str(folder))
+        facts = {file: json.loads(file.with_suffix(".json").read_text()) for file in files}
+        rows = [self.row(file.stem, file.stat().st_size, facts[file]) for file in files]
+        header = ["Weights", "Trained", "Right of those held out", "Size"]
+        seen = "; ".join(sorted({each["trained_on"] for each in facts.values()}))
+        return [*table(header, rows, "32 32 22 14", "runs"), f"All saw the same pictures: {seen}."]
+
+    def row(self, name, size, facts):
+        epochs = f"{facts['epoch']} of {facts['epochs']} epochs, seed {facts['seed']}"
+        pictures = "shifted and mirrored pictures" if facts["augmented"] else "pictures as they are"
+        right = f"{facts['held_out_correct'] / facts['held_out']:.1%} of {facts['held_out']}"
+        return [[f"`{name}`"], [epochs, pictures], [right], [f"{size / 1e6:.2f} MB"]]
+
+
 class RaceTables(Ledger):
     """What `tests/benchmarks/matching.py` measured; "ours" and "theirs" are this package and the public code."""
 
@@ -269,6 +290,7 @@ DIRECTIVES = {
     "status-table": StatusTable,
     "times-table": TimesTable,
     "chapter-run": ChapterRun,
+    "weights-table": WeightsTable,
     "race-tables": RaceTables,
 }
 
