@@ -142,7 +142,13 @@ def write_files(app, error):
             (folder / f"{file_name(work)}.{ending}").write_text(write(work) + "\n", encoding="utf-8")
 
 
+def prefer_references(app, env):
+    """A page without a bibliography of its own cites the references page, not some chapter: the last one counts."""
+    env.get_domain("cite").citations.sort(key=lambda found: found.bibliography_key.docname == "book/references")
+
+
 def setup(app):
     app.add_directive("cite-chapter", CiteChapter)
     app.connect("build-finished", write_files)
+    app.connect("env-check-consistency", prefer_references)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -15,7 +15,7 @@ from itertools import groupby
 
 import rules
 from docutils import nodes
-from ledger import NOT_YET, Ledger, badge, table
+from ledger import NOT_YET, OURS, Ledger, asker, badge, table
 from pybtex.database import parse_file
 from sphinx.transforms import SphinxTransform
 
@@ -98,7 +98,7 @@ class ClaimsTable(Ledger):
         rows = [row for node in found for row in node.findall(nodes.row)][1:]
         for claim, row in zip(claims.ledger().values(), rows, strict=True):
             verdict = nodes.make_id(self.verdict(claim))
-            row["classes"] += [f"paper-{claim.paper}", f"chapter-{claim.chapter}", f"verdict-{verdict}"]
+            row["classes"] += [f"paper-{asker(claim)}", f"chapter-{claim.chapter}", f"verdict-{verdict}"]
         return found
 
     def write(self):
@@ -129,7 +129,10 @@ class ClaimsTable(Ledger):
         works = parse_file(self.root / "book/references.bib").entries
         verdicts = {self.verdict(claim) for claim in ledger}
         choices = {
-            "paper": {key: author_year(works[key]) for key in dict.fromkeys(claim.paper for claim in ledger)},
+            "paper": {
+                key: "this book" if key == OURS else author_year(works[key])
+                for key in dict.fromkeys(map(asker, ledger))
+            },
             "chapter": {name: chapters.title(name) for name in chapters.names()},
             "verdict": {nodes.make_id(word): word for word in (*claims.VERDICTS, NOT_YET) if word in verdicts},
         }
@@ -152,7 +155,8 @@ class ClaimsTable(Ledger):
                 f"[`{claim.id}`](#claim-{claim.id})",
             ],
             [
-                f"{{cite:t}}`{claim.paper}`, {claim.where}",
+                f"{'A question of this book about ' if asker(claim) == OURS else ''}{{cite:t}}`{claim.paper}`"
+                + (f", {claim.where}" if asker(claim) != OURS else ""),
                 f"Reported: {claim.reported or 'not readable'}",
                 f"Read in: {claim.read_in}",
             ],

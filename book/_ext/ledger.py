@@ -29,8 +29,14 @@ MARKS = {
     "no figure to compare with": "–",
 }
 NOT_YET = "not run yet"
+OURS = "this-book"
 CODES = {"ours": "ours", "public": "theirs"}
 SCHEDULES = {"step": "the paper's, in steps", "linear": "linear decay"}
+
+
+def asker(claim) -> str:
+    """The paper that makes the claim, or `OURS` for a question that this book adds."""
+    return OURS if claim.where == "not in the paper" else claim.paper
 
 
 def badge(verdict: str, words: str | None = None) -> str:
@@ -108,7 +114,9 @@ class ChaptersTable(Ledger):
                 if claim and result["id"] == claim.id:
                     glued = f"{{glue:text}}`../notebooks/{name}.ipynb::{claim.id}:s`"
                     verdict = [badge(result["verdict"], glued), f"{run['scale']} scale"]
-        says = f"{claim.says} {{cite:p}}`{claim.paper}`" if claim else NOT_YET
+        says = claim.says if claim else NOT_YET
+        if claim and asker(claim) != OURS:
+            says += f" {{cite:p}}`{claim.paper}`"
         return [[self.link(name)], [says], verdict]
 
     def claim(self, name):
