@@ -19,7 +19,7 @@ CHAPTERS = {pathlib.Path(entry["file"]).name for part in TOC["parts"] for entry 
 RULES = [
     (row["id"], rule)
     for row in ROWS
-    for rule in {*(row["passes_when"] or {}).values(), row.get("partly_when")} - {None}
+    for rule in sorted({*(row["passes_when"] or {}).values(), row.get("partly_when")} - {None})
 ]
 
 
