@@ -255,7 +255,7 @@ def address(site):
         server.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # a second playwright cannot start beside it
 def browser():
     from playwright.sync_api import sync_playwright
 
