@@ -193,14 +193,14 @@ class WeightsTable(Ledger):
         self.env.note_dependency(str(folder))
         facts = {file: json.loads(file.with_suffix(".json").read_text()) for file in files}
         rows = [self.row(file.stem, file.stat().st_size, facts[file]) for file in files]
-        header = ["Weights", "Trained", "Right of those held out", "Size"]
+        header = ["Weights", "Trained", "Accuracy", "Size"]
         seen = "; ".join(sorted({each["trained_on"] for each in facts.values()}))
-        return [*table(header, rows, "32 32 22 14", "runs"), f"All saw the same pictures: {seen}."]
+        return [*table(header, rows, "32 32 22 14", "status"), f"All saw the same pictures: {seen}."]
 
     def row(self, name, size, facts):
         epochs = f"{facts['epoch']} of {facts['epochs']} epochs, seed {facts['seed']}"
         pictures = "shifted and mirrored pictures" if facts["augmented"] else "pictures as they are"
-        right = f"{facts['held_out_correct'] / facts['held_out']:.1%} of {facts['held_out']}"
+        right = f"{facts['held_out_correct'] / facts['held_out']:.1%} of {facts['held_out']} held-out pictures right"
         return [[f"`{name}`"], [epochs, pictures], [right], [f"{size / 1e6:.2f} MB"]]
 
 
