@@ -3,25 +3,24 @@
 import re
 
 import nbformat
+from teaching import EXERCISE
 
-BLOCK = r"^(`{3,})\{%s\}([^\n]*)\n(.*?)^\1$"
+SOLUTION = re.compile(r"^(`{3,})\{solution\}([^\n]*)\n(.*?)^\1$", re.M | re.S)
 CODE = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 
 
-def _blocks(notebook, kind):
-    """The title and the body of each block of a kind, in order."""
-    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    return [(title.strip(), body) for _, title, body in re.findall(BLOCK % kind, text, re.M | re.S)]
+def _text(notebook: nbformat.NotebookNode) -> str:
+    return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
 
 
 def exercises(notebook: nbformat.NotebookNode) -> list[str]:
     """The label of each exercise."""
-    return [re.search(r"^:label: (\S+)$", body, re.M)[1] for _, body in _blocks(notebook, "exercise")]
+    return [label for _, _, label, _ in EXERCISE.findall(_text(notebook))]
 
 
 def solutions(notebook: nbformat.NotebookNode) -> dict[str, str]:
     """The code of each solution by the label of its exercise; empty for a solution in words only."""
-    return {label: "\n".join(CODE.findall(body)) for label, body in _blocks(notebook, "solution")}
+    return {label.strip(): "\n".join(CODE.findall(body)) for _, label, body in SOLUTION.findall(_text(notebook))}
 
 
 def add_solutions(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:

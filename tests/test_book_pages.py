@@ -14,6 +14,7 @@ import nbformat
 import pandas as pd
 import pytest
 import rules
+import teaching
 import tidy
 import yaml
 from bs4 import BeautifulSoup
@@ -267,13 +268,6 @@ def test_address_is_set_in_one_place():
     assert citation.get("url") in (None, config["html"].get("baseurl"))
 
 
-@pytest.fixture
-def teaching(monkeypatch):
-    """The module that counts for the page for lecturers."""
-    monkeypatch.syspath_prepend(str(ROOT / "book/_ext"))
-    return pytest.importorskip("teaching")
-
-
 def directive(page, name):
     return yaml.safe_load(re.search(rf"```\{{{name}\}}\n(.*?)```", TEXTS[page], re.S)[1])
 
@@ -283,14 +277,14 @@ def test_every_chapter_has_a_lecture():
     assert list(directive("book/teaching.md", "lectures-table")) == chapters
 
 
-def test_every_exercise_has_a_grade(teaching):
+def test_every_exercise_has_a_grade():
     rows = teaching.graded(directive("book/teaching.md", "exercises-table"))
     notebooks = [text for name, text in TEXTS.items() if name.startswith("notebooks/")]
     assert len(rows) == sum(text.count("```{exercise}") for text in notebooks)
     assert [row["grade"] for row in rows] == sorted((row["grade"] for row in rows), key=teaching.GRADES.index)
 
 
-def test_every_chapter_has_one_exercise_of_each_grade(teaching):
+def test_every_chapter_has_one_exercise_of_each_grade():
     grades = {}
     for row in teaching.graded(directive("book/teaching.md", "exercises-table")):
         grades.setdefault(row["chapter"], []).append(row["grade"])
@@ -298,12 +292,12 @@ def test_every_chapter_has_one_exercise_of_each_grade(teaching):
 
 
 @pytest.mark.parametrize("change", [{"easy": "ex-no-such"}, {"hard": ""}, {"simple": "ex-twin-loss"}])
-def test_a_wrong_grade_is_named(teaching, change):
+def test_a_wrong_grade_is_named(change):
     with pytest.raises(ValueError, match="each exercise needs one grade of easy, medium, hard"):
         teaching.graded({**directive("book/teaching.md", "exercises-table"), **change})
 
 
-def test_reading_minutes_count_text_and_shown_code(teaching, tmp_path, monkeypatch):
+def test_reading_minutes_count_text_and_shown_code(tmp_path, monkeypatch):
     new = nbformat.v4
     cells = [
         new.new_markdown_cell("word " * 3 * teaching.WORDS + "\n## Exercises\n" + "word " * 999),

@@ -23,13 +23,17 @@ from sphinx.util.docutils import SphinxDirective
 PNG = "application/papermill.record/image/png"
 
 
-def glued_png(notebook: Path, key: str) -> bytes:
-    """The picture stored under a key. Raises LookupError where the notebook has none."""
+def glued(notebook: Path, key: str, kind: str) -> str:
+    """What a notebook stored under a key, as it stands in the file. Raises LookupError where there is none."""
     for cell in json.loads(notebook.read_text())["cells"]:
         for output in cell.get("outputs", []):
-            if output.get("metadata", {}).get("scrapbook", {}).get("name") == key and PNG in output["data"]:
-                return base64.b64decode("".join(output["data"][PNG]))
-    raise LookupError(f"{notebook} has stored no picture named {key!r}")
+            if output.get("metadata", {}).get("scrapbook", {}).get("name") == key and kind in output["data"]:
+                return "".join(output["data"][kind])
+    raise LookupError(f"{notebook} has stored no {kind.rpartition('record/')[2]} named {key!r}")
+
+
+def glued_png(notebook: Path, key: str) -> bytes:
+    return base64.b64decode(glued(notebook, key, PNG))
 
 
 class NotebookFigure(SphinxDirective):

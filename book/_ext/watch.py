@@ -18,18 +18,10 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.parsers.rst import directives
+from notebook_figure import glued
 from sphinx.util.docutils import SphinxDirective
 
 TEXT = "application/papermill.record/text/plain"
-
-
-def glued_json(notebook: Path, key: str):
-    """The value stored as JSON text under a key. Raises LookupError where the notebook has none."""
-    for cell in json.loads(notebook.read_text())["cells"]:
-        for output in cell.get("outputs", []):
-            if output.get("metadata", {}).get("scrapbook", {}).get("name") == key and TEXT in output["data"]:
-                return json.loads(ast.literal_eval("".join(output["data"][TEXT])))
-    raise LookupError(f"{notebook.name} has stored no JSON named {key!r}")
 
 
 def table(film: dict, figure: str, of: str) -> str:
@@ -56,9 +48,10 @@ class Watch(SphinxDirective):
 
     def run(self):
         try:
-            film = glued_json(Path(self.env.doc2path(self.env.docname)), self.options["key"])
+            text = glued(Path(self.env.doc2path(self.env.docname)), self.options["key"], TEXT)
         except LookupError as error:
             raise self.error(str(error)) from error
+        film = json.loads(ast.literal_eval(text))
         return [nodes.raw("", table(film, self.arguments[0], self.options["of"]), format="html")]
 
 
