@@ -11,6 +11,7 @@ import cite
 import claims_table
 import matplotlib.pyplot as plt
 import nbformat
+import numpy as np
 import pandas as pd
 import pytest
 import rules
@@ -368,7 +369,31 @@ def test_numbers_of_rows_are_dropped_and_names_of_rows_are_not():
 def test_head_of_a_table_is_one_line_where_it_can_be():
     frame = pd.DataFrame({"k": [1, 2], "l": [3, 4], "m": [5, 6]}).set_index(["k", "l"])
     assert [cell.get_text() for cell in tidied(frame).thead("th")] == ["k", "l", "m"]
-    assert len(tidied(frame.rename_axis(columns="of")).thead("tr")) == 2  # both names stay
+    assert [cell.get_text() for cell in tidied(frame.rename_axis(columns="of")).thead("th")] == ["k", "l", "m"]
+    counted = pd.DataFrame([[1, 2]], columns=pd.Index([1, 5], name="steps"), index=pd.Index([0.1], name="rate"))
+    assert [cell.get_text() for cell in tidied(counted).thead("th")] == ["rate", "steps 1", "steps 5"]
+
+
+@pytest.mark.parametrize(
+    ("column", "read"),
+    [
+        (np.array([11.09, 17.38], dtype="float32"), ["11.09", "17.38"]),  # pandas prints 11.090000 and 17.379999
+        ([8.0, -192.0], ["8", "−192"]),
+        ([1.0, 0.5], ["1.0", "0.5"]),
+        ([1e-5, 2.5e-20], ["10⁻⁵", "2.5\u00a0×\u00a010⁻²⁰"]),
+        ([1234, -2359296], ["1234", "−2,359,296"]),
+        ([True, False], ["yes", "no"]),
+        (["0.1000000", "-0.5"], ["0.1000000", "−0.5"]),  # a chapter's own digits stay
+    ],
+)
+def test_numbers_of_a_table_are_set_for_people(column, read):
+    frame = pd.DataFrame({"x": column}, index=["a", "b"])
+    assert [cell.get_text() for cell in tidied(frame)("td")] == read
+
+
+def test_an_index_of_numbers_has_no_padding():
+    frame = pd.DataFrame({"x": [1, 2]}, index=[0.1, 1e-4])
+    assert [cell.get_text() for cell in tidied(frame).tbody("th")] == ["0.1", "0.0001"]
 
 
 def test_verdicts_of_a_chapter_read_as_on_the_claims_page():

@@ -1,8 +1,9 @@
 """What code cells print, set as a reader of a book expects it: data frames, glued numbers, formulas in a line.
 
 A data frame loses the numbers of its rows where they only count, and the second line of its head where that only
-names the index; its numbers are set flush right. The table that `claims.table` makes reads as on the claims page.
-`1e-16` becomes 10⁻¹⁶ in a sentence. No number is changed.
+names the index. Its numbers are set flush right; a column that pandas prints with its six decimals has four digits,
+counts have no decimals, and yes and no are words. The table that `claims.table` makes reads as on the claims page.
+`1e-16` becomes 10⁻¹⁶ everywhere.
 """
 
 import re
@@ -14,6 +15,7 @@ from ledger import MARKS
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(?:e[+-]\d+)?\s?%?|[+-]?inf|NaN|")
+WORDS = {"NaN": "–", "True": "yes", "False": "no"}
 VERDICTS = ["claim", "paper", "here", "passes when", "verdict"]
 POWER = re.compile(r"([+-]?[\d.]+)e([+-]\d+)")
 
@@ -43,9 +45,13 @@ def merge_head(table):
     *above, last = table.thead("tr")
     names = last("th")
     index = sum(bool(cell.get_text()) for cell in names)
-    upper = above[-1]("th") if above else []
-    if len(upper) != len(names) or any(cell.get_text() for cell in [*names[index:], *upper[:index]]):
+    upper = above[-1]("th") if len(above) == 1 else []
+    if not index or len(upper) != len(names) or any(cell.get_text() for cell in [*names[index:], *upper[: index - 1]]):
         return
+    of_columns = upper[index - 1].get_text()
+    for cell in upper[index:] if of_columns else []:
+        if NUMBER.fullmatch(cell.get_text()):  # a number means nothing without the name of the columns
+            cell.string = f"{of_columns} {number(cell.get_text())}"
     for cell, name in zip(upper, names[:index], strict=False):
         cell.string = name.get_text()
     last.decompose()
@@ -62,16 +68,30 @@ def drop_row_numbers(table):
 
 
 def align(table):
-    """Mark the columns of numbers, and print a value that is missing as a dash."""
+    """Mark the columns of numbers and set them, and print a value that is missing as a dash."""
     heads, rows = table.thead("tr"), [row("td") for row in table.tbody("tr")]
-    for cell in (cell for row in rows for cell in row if cell.get_text() == "NaN"):
-        cell.string = "–"
+    for cell in (cell for row in rows for cell in row if cell.get_text() in WORDS):
+        cell.string = WORDS[cell.get_text()]
+    for cell in table.tbody("th"):  # an index of numbers has as many decimals as its smallest
+        name = cell.get_text()
+        cell.string = number(f"{float(name):g}" if re.fullmatch(r"-?\d+\.\d+", name) else name)
     for place in range(1, 1 + max(map(len, rows), default=0)):
         column = [row[-place] for row in rows]
         numeric = all(NUMBER.fullmatch(cell.get_text()) or cell.get_text() == "–" for cell in column)
         labels = [row("th")[-place] for row in heads if not row.find(colspan=True)]
         for cell in [*column, *labels] if numeric else []:
             cell["class"] = "number"
+        for cell, written in zip(column, set_numbers([cell.get_text() for cell in column]), strict=True):
+            cell.string = written if numeric else cell.get_text()
+
+
+def set_numbers(column: list[str]) -> list[str]:
+    """A column of numbers as a reader expects them, where pandas or Python set them."""
+    for form, digits in ((r"[+-]?\d+\.0", "{:.0f}"), (r"[+-]?\d+\.\d{6}(?:e[+-]\d+)?", "{:.4g}")):
+        given = [each for each in column if each not in ("–", "")]
+        if given and all(re.fullmatch(form, each) for each in given):
+            column = [digits.format(float(each)) if each in given else each for each in column]
+    return [number(f"{int(each):,}" if re.fullmatch(r"-?\d{5,}", each) else each) for each in column]
 
 
 def set_verdicts(soup, table):
@@ -105,7 +125,7 @@ def value(written: str):
 
 
 def number(text: str) -> str:
-    """A number in a sentence: a true minus, and a power of ten in place of the computer's."""
+    """A number for people: a true minus, and a power of ten in place of the computer's."""
     power = POWER.fullmatch(text)
     if power:
         return rules.power(power[1], int(power[2]))
