@@ -234,7 +234,7 @@ def test_times_are_those_of_the_records(soups, page):
         record = ROOT / f"book/results/{name.name}.smoke.json"
         if record.exists():
             seconds = json.loads(record.read_text())["seconds"]
-            took = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+            took = f"{seconds:.0f}\u00a0s" if seconds < 120 else f"{seconds / 60:.0f}\u00a0min"
             assert took in rows[f"{name.name}.html"].get_text()
 
 

@@ -16,7 +16,13 @@ def card(html: str) -> str:
     table = BeautifulSoup(html, "html.parser").table
     heads = table.thead("tr") if table.thead else []
     labels = [" ".join(cell.get_text().split()) for cell in heads[0](["th", "td"])] if len(heads) == 1 else []
-    if len(labels) < 3 or not table.get("class") or OWN & set(table.get("class", [])) or table.find(colspan=True) or table.find(rowspan=True):
+    if (
+        len(labels) < 3
+        or not table.get("class")
+        or OWN & set(table.get("class", []))
+        or table.find(colspan=True)
+        or table.find(rowspan=True)
+    ):
         return html
     table["class"] = [*table.get("class", []), "cards"]
     for row in table.tbody("tr"):

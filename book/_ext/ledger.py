@@ -11,6 +11,7 @@ Each writes Markdown, which the page's own parser turns into nodes. `claims_tabl
 """
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -31,6 +32,7 @@ MARKS = {
 NOT_YET = "not run yet"
 OURS = "this-book"
 CODES = {"ours": "ours", "public": "theirs"}
+SETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet": "ImageNet", "mnist": "MNIST"}
 SCHEDULES = {"step": "the paper's, in steps", "linear": "linear decay"}
 
 
@@ -45,7 +47,7 @@ def badge(verdict: str, words: str | None = None) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds up to two minutes, minutes from there on."""
-    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+    return f"{seconds:.0f}\u00a0s" if seconds < 120 else f"{seconds / 60:.0f}\u00a0min"
 
 
 def versions(run: dict) -> str:
@@ -57,7 +59,8 @@ def commit(run: dict) -> str:
 
 
 def data(run: dict) -> str:
-    return "; ".join(run.get("data") or ["none"])
+    used = "; ".join(run.get("data") or ["none"])
+    return re.sub(rf"\b(?:{'|'.join(SETS)})\b", lambda name: SETS[name[0]], used)
 
 
 def stale_note(run: dict) -> list[str]:
@@ -147,13 +150,19 @@ class StatusTable(Ledger):
 class TimesTable(Ledger):
     def write(self):
         found = {(run["chapter"], run["scale"]): run for run in self.runs}
+        scales = [scale for scale in claims.SCALES if any(run["scale"] == scale for run in self.runs)]
         rows = [
-            [[self.link(name)], [f"`{name}`"], *([self.took(found.get((name, scale)))] for scale in claims.SCALES)]
+            [[self.link(name)], [f"`{name}`"], *([self.took(found.get((name, scale)))] for scale in scales)]
             for name in chapters.names()
         ]
         devices = sorted({run["device_name"] for run in self.runs})
-        header = ["Chapter", "Name", *claims.SCALES]
-        return [*table(header, rows, "31 21 16 16 16", "runs"), f"Made on: {'; '.join(devices)}."]
+        lines = table(["Chapter", "Name", *scales], rows, " ".join(["40", "28", *["16"] * len(scales)]), "runs")
+        missing = [scale for scale in claims.SCALES if scale not in scales]
+        return [
+            *lines,
+            f"Made on: {'; '.join(devices)}.",
+            *(f"No chapter was run at {scale} scale yet." for scale in missing),
+        ]
 
     def took(self, run):
         return duration(run["seconds"]) if run else NOT_YET

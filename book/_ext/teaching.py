@@ -37,9 +37,9 @@ def exercises() -> list[dict]:
     found = []
     for name in chapters.names():
         for cell in cells(name, "markdown"):
-            for _, title, label, question in EXERCISE.findall(cell.source):
+            for _, _, label, question in EXERCISE.findall(cell.source):
                 grade = GRADE.match(question)
-                asks = title.strip() or " ".join(GRADE.sub("", question).split())
+                asks = " ".join(GRADE.sub("", question).split())
                 found.append({"label": label, "chapter": name, "asks": asks, "grade": grade and grade[1].lower()})
     return found
 
@@ -69,7 +69,7 @@ class LecturesTable(Ledger):
 
     def row(self, name, lecture, needs):
         runs = [f"{run['scale']}: {duration(run['seconds'])}" for run in self.runs_of(name)]
-        return [[lecture], [self.link(name)], [needs], [f"{reading_minutes(name)} minutes"], runs or [NOT_YET]]
+        return [[lecture], [self.link(name)], [needs], [f"{reading_minutes(name)}\u00a0min"], runs or [NOT_YET]]
 
 
 class ExercisesTable(Ledger):
