@@ -7,6 +7,7 @@ import pathlib
 import re
 import tomllib
 
+import cards
 import cite
 import claims_table
 import matplotlib.pyplot as plt
@@ -389,6 +390,26 @@ def test_head_of_a_table_is_one_line_where_it_can_be():
 def test_numbers_of_a_table_are_set_for_people(column, read):
     frame = pd.DataFrame({"x": column}, index=["a", "b"])
     assert [cell.get_text() for cell in tidied(frame)("td")] == read
+
+
+def test_a_cell_of_a_card_says_what_it_is():
+    frame = pd.DataFrame({"loss": [0.5], "PSNR": [20]}, index=pd.Index(["a"], name="network"))
+    table = BeautifulSoup(cards.card(tidy.data_frame(frame._repr_html_())), "html.parser").table
+    assert "cards" in table["class"]
+    assert [cell["data-label"] for cell in table.tbody(["th", "td"])] == ["network", "loss", "PSNR"]
+    narrow = tidy.data_frame(frame[["loss"]]._repr_html_())
+    assert cards.card(narrow) == narrow
+
+
+def test_every_row_has_all_of_its_names():
+    index = pd.MultiIndex.from_product([["a", "b"], ["x", "y"]])
+    table = tidied(pd.DataFrame({"n": [1, 2, 3, 4]}, index=index))
+    assert [[cell.get_text() for cell in row("th")] for row in table.tbody("tr")] == [
+        ["a", "x"],
+        ["a", "y"],
+        ["b", "x"],
+        ["b", "y"],
+    ]
 
 
 def test_an_index_of_numbers_has_no_padding():

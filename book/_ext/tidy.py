@@ -7,6 +7,7 @@ counts have no decimals, and yes and no are words. The table that `claims.table`
 """
 
 import re
+from copy import copy
 
 import rules
 from bs4 import BeautifulSoup
@@ -31,6 +32,7 @@ def data_frame(html: str) -> str:
     table.attrs.pop("border", None)
     for row in table("tr"):
         row.attrs.pop("style", None)
+    repeat_names(table)
     merge_head(table)
     drop_row_numbers(table)
     if [cell.get_text() for cell in table.thead("th")] == VERDICTS:
@@ -38,6 +40,15 @@ def data_frame(html: str) -> str:
     else:
         align(table)
     return str(soup)
+
+
+def repeat_names(table):
+    """Give every row all of its names, so that it can be read by itself."""
+    rows = table.tbody("tr")
+    for number, row in enumerate(rows):
+        for place, cell in enumerate(row("th")):
+            for below in rows[number + 1 : number + int(cell.attrs.pop("rowspan", 1))]:
+                below.insert(place, copy(cell))
 
 
 def merge_head(table):
