@@ -20,6 +20,7 @@ import teaching
 import tidy
 import yaml
 from bs4 import BeautifulSoup
+from docutils import nodes
 
 from gradinv import chapters, claims
 
@@ -434,3 +435,11 @@ def test_verdicts_of_a_chapter_read_as_on_the_claims_page():
 )
 def test_numbers_in_a_sentence(written, read):
     assert tidy.number(written) == read
+
+
+def test_a_formula_takes_its_own_stop_along():
+    formula = nodes.math("", "r")
+    paragraph = nodes.paragraph("", "", nodes.strong("", "held"), nodes.Text("."), formula, nodes.Text("."))
+    tidy.keep_together(formula)
+    assert paragraph.astext() == "held.r."
+    assert paragraph.children[2].astext() == "r."

@@ -165,7 +165,8 @@ def keep_together(formula):
     after = formula.next_node(descend=False, siblings=True)
     if isinstance(after, nodes.Text) and re.match(r"[.,;:!?)\]’]", after):
         end = re.match(r"[.,;:!?)\]’]+(?:s\b)?", after)[0]
-        formula.parent.replace(after, nodes.Text(after[len(end) :]))
+        # by its place, since docutils would find the first text that is equal, such as the stop of another sentence
+        formula.parent[formula.parent.children.index(formula) + 1] = nodes.Text(after[len(end) :])
         box = nodes.inline("", "", classes=["together"])
         formula.replace_self(box)
         box += [formula, nodes.Text(end)]
