@@ -2,6 +2,7 @@
 
 import ast
 import datetime
+import fnmatch
 import json
 import pathlib
 import re
@@ -198,36 +199,112 @@ def test_every_chapter_is_on_the_page_how_to_cite():
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ("largest_difference < 1.5 and cosine > 0.999", "*largest difference* below 1.5 and *cosine* above 0.999"),
-        ("max_error <= 1e-9 or mse == 2.5e-30", "*largest error* at most 10⁻⁹ or *MSE* equal to 2.5 × 10⁻³⁰"),
-        ("abs(a - b) < 2 + 0.2 * sd", "*a* within 2 + 0.2 × *standard deviation* of *b*"),
-        ("abs(slope + 1) <= 0.2", "*slope* within 0.2 of −1"),
-        ("abs(x) < 1 and y != -3", "*x* within 1 of 0 and *y* other than −3"),
-        ("abs(gap / 1e-5 - 1) < 0.001", "*gap* / 10⁻⁵ within 0.001 of 1"),
-        ("a - (b - c) < 2 * (x + 1) ** 2", "*a* − (*b* − *c*) below 2 × ((*x* + 1) to the power of 2)"),
-        ("max(a, b) > abs(c)", "largest of *a* and *b* above size of *c*"),
-        ("a > 1 and (b > 1 or not c > 1)", "*a* above 1 and (*b* above 1 or not (*c* above 1))"),
-        ("0 < x < at_1e_2", "0 below *x* and *x* below *at 0.01*"),
+        (
+            "largest_difference < 1.5 and cosine > 0.999",
+            "*largest difference* is below 1.5 and *cosine* is above 0.999",
+        ),
+        ("max_error <= 1e-9 or mse == 2.5e-30", "*largest error* is at most 10⁻⁹ or *MSE* is equal to 2.5 × 10⁻³⁰"),
+        ("a < 1 and b < 2 and c < 3", "*a* is below 1, *b* is below 2 and *c* is below 3"),
+        ("abs(a - b) < 2 + 0.2 * sd", "*a* is within 2 + 0.2 × *standard deviation* of *b*"),
+        ("abs(slope + 1) <= 0.2", "*slope* is within 0.2 of −1"),
+        ("abs(x) < 1 and y != -3", "*x* is within 1 of 0 and *y* is other than −3"),
+        ("abs(gap / 1e-5 - 1) < 0.001", "*gap* / 10⁻⁵ is within 0.001 of 1"),
+        ("a - (b - c) < 2 * (x + 1) ** 2", "*a* − (*b* − *c*) is below 2 × ((*x* + 1) to the power of 2)"),
+        ("max(a, b) > abs(c)", "the largest of *a* and *b* is above the size of *c*"),
+        ("a > 1 and (b > 1 or not c > 1)", "*a* is above 1 and (*b* is above 1 or not (*c* is above 1))"),
+        ("0 < x < at_1e_2", "0 is below *x* and *x* is below *at 0.01*"),
     ],
 )
 def test_rules_in_words(rule, words):
     assert rules.rule(rule).replace("\u00a0", " ") == words
 
 
+def test_rules_use_the_words_of_their_claim(monkeypatch):
+    named = {"*": {"grey": "PSNR of grey"}, "a.*": {"grey": "grey", "falls": "whether it falls"}, "a.c": {"d": "drop"}}
+    monkeypatch.setattr(rules, "named", lambda: named)
+    rule = "falls == 1 and d_low > grey"
+    assert rules.rule(rule, "a.b") == "*it falls* and *d lower end* is above *grey*"
+    assert rules.rule(rule, "a.c") == "*it falls* and *lower end of the interval of the drop* is above *grey*"
+    assert rules.rule("falls == 0 or grey > 1", "b") == "*falls* is equal to 0 or *PSNR of grey* is above 1"
+    assert rules.rule("falls == 0", "a.c") == "not: *it falls*"
+    assert rules.values({"falls": 0, "d": 2.0}, "a.c") == {"*it falls*": "no", "*drop*": "2"}
+
+
 @pytest.mark.parametrize("claim", claims.ledger().values(), ids=lambda claim: claim.id)
 def test_every_rule_has_words(claim):
+    known = rules.words(claim.id)
     for rule in {*claim.passes_when.values(), claim.partly_when} - {None}:
-        words, tree = rules.rule(rule), list(ast.walk(ast.parse(rule)))
-        assert all(rules.name(part.id) in words for part in tree if isinstance(part, ast.Name) and part.id != "abs")
-        shown = {rules.number(part.value) for part in tree if isinstance(part, ast.Constant)} - {"0"}
-        assert all(number in words for number in shown)
+        words, tree = rules.rule(rule, claim.id), list(ast.walk(ast.parse(rule)))
+        assert all(rules.name(name, claim.id) in words for name in rules.judged([rule]))
+        yes_or_no = {name for name in rules.judged([rule]) if known.get(name, "").startswith(rules.YES_OR_NO)}
+        facts = {
+            id(part.comparators[0]) for part in tree if isinstance(part, ast.Compare) and name_of(part) in yes_or_no
+        }
+        constants = [part for part in tree if isinstance(part, ast.Constant) and id(part) not in facts]
+        assert all(number in words for number in {rules.number(part.value) for part in constants} - {"0"})
+        for name in rules.judged([rule]):
+            assert name in known or not re.search(r"[\d_]", name) or re.sub(r"_(low|high)$", "", name) in known, name
+
+
+def name_of(comparison):
+    return comparison.left.id if isinstance(comparison.left, ast.Name) else None
+
+
+def test_words_are_for_values_of_the_ledger():
+    """Each pattern meets a claim, each name is measured or judged there, and no two values of a claim read alike."""
+    recorded = {claim.id: rules.judged([*claim.passes_when.values()]) for claim in claims.ledger().values()}
+    for run in claims.results():
+        for claim in run["claims"]:
+            recorded[claim["id"]] |= set(claim["values"])
+    for pattern, names in rules.named().items():
+        met = [claim for claim in recorded if fnmatch.fnmatchcase(claim, pattern)]
+        assert met, pattern
+        assert set(names) <= set().union(*(recorded[claim] for claim in met)), pattern
+    for claim, names in recorded.items():
+        assert len({rules.name(name, claim) for name in names}) == len(names), claim
 
 
 def test_measured_values_in_words():
     measured = {"mse_ratio": 0.93901, "mse_ratio_low": 0.69458, "mse_ratio_high": 1.25091, "count": 12345, "ok": True}
-    assert rules.values(measured) == "*MSE ratio*: 0.939 (0.6946 to 1.251); *count*: 12345; *ok*: True"
-    assert rules.values({"low": -0.1, "high": 2e-7}) == "*interval*: −0.1 to 2\u00a0×\u00a010⁻⁷"
-    assert rules.values({"a_low": 1.0}) == "*a lower end*: 1"
+    assert rules.values(measured) == {"*MSE ratio*": "0.939 (0.6946 to 1.251)", "*count*": "12,345", "*ok*": "yes"}
+    assert rules.values({"a": 1.0, "a_low": 0.5, "a_high": 2.0}, apart=["a_low"]) == {
+        "*a*": "1",
+        "*a lower end*": "0.5",
+        "*a upper end*": "2",
+    }
+    odd = rules.values({"x": float("nan"), "y": float("-inf"), "z": float("inf")})
+    assert list(odd.values()) == ["not defined", "unbounded below", "unbounded above"]
+
+
+def test_values_of_all_scales_stand_side_by_side():
+    results = {"smoke": {"values": {"a": 1.0, "b": 2, "c": 3}}, "laptop": {"values": {"a": 1.5, "b": 2}}}
+    found = claims_table.beside(results, "", {"a", "b", "c"}, set())
+    assert list(found) == [
+        "*a*: smoke\u00a01, laptop\u00a01.5",
+        "*b*: 2",
+        "*c*: smoke\u00a03, laptop\u00a0not measured",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (0.00005000001, "5\u00a0×\u00a010⁻⁵"),
+        (9.99999e-05, "10⁻⁴"),
+        (-2.345678e30, "−2.346\u00a0×\u00a010³⁰"),
+        (4.47925, "4.47925"),
+        (-4608, "−4,608"),
+        (False, "no"),
+    ],
+)
+def test_numbers_of_rules_and_values(value, words):
+    assert rules.number(value) == words
+
+
+def test_texts_of_the_ledger_use_the_signs_of_print():
+    assert rules.prose("16.92 +- 2.10 dB, 224 x 224, K x, 2.5e-30") == (
+        "16.92 ± 2.10 dB, 224\u00a0×\u00a0224, K x, 2.5\u00a0×\u00a010⁻³⁰"
+    )
 
 
 @pytest.mark.parametrize("chapter", chapters.names())
@@ -419,14 +496,28 @@ def test_an_index_of_numbers_has_no_padding():
 
 
 def test_verdicts_of_a_chapter_read_as_on_the_claims_page():
-    says = {"claim": "It holds.", "paper": "exact", "here": "max_error = 2e-12, count = 3"}
-    table = tidied(pd.DataFrame([{**says, "passes when": "max_error < 1e-9", "verdict": "not reproduced"}]))
-    cells = [cell.get_text() for cell in table.tbody(["th", "td"])]
-    assert cells[2:] == [
-        "largest error: 2\u00a0×\u00a010⁻¹²; count: 3",
-        "largest error below 10⁻⁹",
-        "✗\u00a0not reproduced",
+    """With the words of the claim, and of the values only those that the rule or its weaker form uses."""
+    claim = claims.ledger()["geiping.tab1.zhu_untrained.ours"]
+    row = {"claim": claim.says, "paper": "18 +- 3", "here": "mean = 17.96, sd = 2.408, grey = 13.87, pictures = 6"}
+    rule = claim.passes_when["laptop"]
+    with pd.option_context("display.max_colwidth", None):
+        table = tidied(pd.DataFrame([{**row, "passes when": rule, "verdict": "reproduced"}]))
+    cells = table.tbody(["th", "td"])
+    assert [p.get_text() for p in cells[2]("p")] == ["mean PSNR in dB: 17.96", "PSNR of a grey picture in dB: 13.87"]
+    assert [cell.get_text() for cell in cells[:2] + cells[3:]] == [
+        claim.says,
+        "18 ± 3",
+        rules.rule(rule, claim.id).replace("*", ""),
+        "✓\u00a0reproduced",
     ]
+
+
+def test_first_values_are_shown_where_there_is_no_rule():
+    row = {"claim": "It holds.", "paper": "exact", "here": "a = 2e-12, b = nan, c = True, d = 4", "passes when": ""}
+    table = tidied(pd.DataFrame([{**row, "verdict": "out of reach at this scale"}]))
+    _, _, here, rule, _ = table.tbody(["th", "td"])
+    assert [p.get_text() for p in here("p")] == ["a: 2\u00a0×\u00a010⁻¹²", "b: not defined", "c: yes"]
+    assert rule.get_text() == "no rule at this scale"
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ def texts():
                 yield from ((path.name, kind[key]) for key in ("caption", "alt") if key in kind)
     for row in yaml.safe_load((ROOT / "book/claims.yml").read_text(encoding="utf-8")):
         yield "claims.yml", row["says"]
+    for names in yaml.safe_load((ROOT / "book/value_names.yml").read_text(encoding="utf-8")).values():
+        yield from (("value_names.yml", words) for words in names.values())
     for path in sorted((ROOT / "gradinv").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):

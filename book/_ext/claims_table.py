@@ -1,4 +1,4 @@
-"""The claims page, `{claims-table}`, and the places in the chapters that it leads to.
+"""The claims page, `{claims-table}` and the links to its parts, `{claims-parts}`, and the places that it leads to.
 
 A claim leads to the code cell that hands its values to `claims.record`, or to the shown cell above it where the
 page leaves that cell out.
@@ -150,27 +150,59 @@ class ClaimsTable(Ledger):
     def row(self, claim):
         return [
             [
-                f"(claim-{claim.id})=\n{claim.says}",
+                f"(claim-{claim.id})=\n{rules.prose(claim.says)}",
                 f"Chapter: {self.link(claim.chapter)}",
                 f"[`{claim.id}`](#claim-{claim.id})",
             ],
             [
                 f"{'A question of this book about ' if asker(claim) == OURS else ''}{{cite:t}}`{claim.paper}`"
                 + (f", {claim.where}" if asker(claim) != OURS else ""),
-                f"Reported: {claim.reported or 'not readable'}",
-                f"Read in: {claim.read_in}",
+                f"Reported: {rules.prose(claim.reported or 'not readable')}",
+                *([] if claim.read_in.startswith("derived") else [f"Read in: {claim.read_in}"]),
             ],
             list(self.here(claim)),
         ]
 
     def here(self, claim):
-        for scale, result in self.results(claim).items():
-            yield f"{scale}: {badge(result['verdict'])}"
-            yield rules.values(result["values"])
-        yield f"Unit: {claim.unit}" if self.results(claim) else NOT_YET
+        results = self.results(claim)
+        yield " ".join(f"{scale}:\u00a0{badge(result['verdict'])}" for scale, result in results.items())
+        judged = rules.judged([*(claim.passes_when or {}).values(), claim.partly_when])
+        used = {name for result in results.values() for name in result["values"]}
+        yield "\n".join(f"- {value}" for value in beside(results, claim.id, judged & used or used, judged))
+        if (judged & used) and (used - judged):
+            yield f"Also: {'; '.join(beside(results, claim.id, used - judged, judged))}"
+        yield f"Unit: {rules.prose(claim.unit)}" if self.results(claim) else NOT_YET
         heading = re.sub(r'[`<>"]', "", self.places[claim.id].heading)
         yield f"Measured in {{ref}}`“{heading}” <measured-{claim.id}>`"
         yield from passes_when(claim)
+
+
+class ClaimsParts(Ledger):
+    """Links to the first claim of each chapter, in the order of the table."""
+
+    def write(self):
+        for chapter, rows in groupby(claims.ledger().values(), key=lambda claim: claim.chapter):
+            rows = list(rows)
+            yield f"- [{chapters.title(chapter)}](#claim-{rows[0].id}), {len(rows)}\u00a0claims"
+
+    def run(self):
+        found = super().run()
+        found[0]["classes"] += ["claims-parts"]
+        return found
+
+
+def beside(results, claim_id: str, names: set[str], judged: set[str]) -> Iterator[str]:
+    """Measured values of some names: that of each scale, or one where all are the same."""
+    found = {
+        scale: rules.values({key: value for key, value in result["values"].items() if key in names}, claim_id, judged)
+        for scale, result in results.items()
+    }
+    for name in dict.fromkeys(name for values in found.values() for name in values):
+        texts = {scale: values.get(name, "not measured") for scale, values in found.items()}
+        same = len(set(texts.values())) == 1
+        yield f"{name}: " + ", ".join(
+            [*texts.values()][:1] if same else (f"{s}\u00a0{text}" for s, text in texts.items())
+        )
 
 
 def passes_when(claim) -> Iterator[str]:
@@ -180,10 +212,10 @@ def passes_when(claim) -> Iterator[str]:
         if rule:
             names = list(scales)
             where = "" if len(names) == len(claims.SCALES) else f" at {' and '.join(names)} scale"
-            yield f"Passes{where} when {rules.rule(rule)}."
+            yield f"Passes{where} when {rules.rule(rule, claim.id)}."
             written.append(rule)
     if claim.partly_when:
-        yield f"Partly when {rules.rule(claim.partly_when)}."
+        yield f"Partly when {rules.rule(claim.partly_when, claim.id)}."
         written.append(f"partly: {claim.partly_when}")
     if written:
         code = "".join(f"<code>{html.escape(rule)}</code>" for rule in written)
@@ -202,5 +234,6 @@ def author_year(entry) -> str:
 
 def setup(app):
     app.add_directive("claims-table", ClaimsTable)
+    app.add_directive("claims-parts", ClaimsParts)
     app.add_transform(MeasuredAnchors)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

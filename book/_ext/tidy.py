@@ -2,8 +2,8 @@
 
 A data frame loses the numbers of its rows where they only count, and the second line of its head where that only
 names the index. Its numbers are set flush right; a column that pandas prints with its six decimals has four digits,
-counts have no decimals, and yes and no are words. The table that `claims.table` makes reads as on the claims page.
-`1e-16` becomes 10⁻¹⁶ everywhere.
+counts have no decimals, and yes and no are words. The table that `claims.table` makes reads as on the claims page, but
+has only those of the measured values that the rules use. `1e-16` becomes 10⁻¹⁶ everywhere.
 """
 
 import re
@@ -15,9 +15,12 @@ from docutils import nodes
 from ledger import MARKS
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
+from gradinv import claims
+
 NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(?:e[+-]\d+)?\s?%?|[+-]?inf|NaN|")
 WORDS = {"NaN": "–", "True": "yes", "False": "no"}
 VERDICTS = ["claim", "paper", "here", "passes when", "verdict"]
+FEW = 3  # values shown where no rule chooses them
 POWER = re.compile(r"([+-]?[\d.]+)e([+-]\d+)")
 
 
@@ -107,12 +110,19 @@ def set_numbers(column: list[str]) -> list[str]:
 
 def set_verdicts(soup, table):
     table["class"] = "dataframe verdicts"
+    ledger = {claim.says: claim for claim in claims.ledger().values()}
     for row in table.tbody("tr"):
-        claim, _, here, rule, verdict = row("td")
-        claim.name, claim["scope"] = "th", "row"
-        for cell, words in ((here, found(here.get_text())), (rule, rule.get_text() and rules.rule(rule.get_text()))):
-            cell.clear()
-            cell.append(BeautifulSoup(re.sub(r"\*([^*]+)\*", r"<em>\1</em>", words), "html.parser"))
+        says, paper, here, rule, verdict = row("td")
+        says.name, says["scope"] = "th", "row"
+        claim = ledger.get(says.get_text())
+        claim_id = claim.id if claim else ""
+        judged = rules.judged([rule.get_text(), claim.partly_when if claim and rule.get_text() else None])
+        found = rules.values(shown(measured(here.get_text()), judged), claim_id, judged)
+        passes = rules.rule(rule.get_text(), claim_id) if rule.get_text() else "no rule at this scale"
+        set_words(says, rules.prose(says.get_text()))
+        set_words(paper, rules.prose(paper.get_text()))
+        set_words(here, "".join(f"<p>{name}: {text}</p>" for name, text in found.items()))
+        set_words(rule, passes)
         word = verdict.get_text()
         badge = soup.new_tag("span", attrs={"class": f"verdict {nodes.make_id(word)}"})
         badge.string = f"{MARKS[word]}\u00a0{word}"
@@ -120,13 +130,25 @@ def set_verdicts(soup, table):
         verdict.append(badge)
 
 
-def found(text: str) -> str:
-    """Measured values, "x = 1.5, count = 3", in the words of the claims page."""
+def set_words(cell, words: str):
+    cell.clear()
+    cell.append(BeautifulSoup(re.sub(r"\*([^*]+)\*", r"<em>\1</em>", words), "html.parser"))
+
+
+def measured(text: str) -> dict:
+    """The values in "x = 1.5, count = 3", by name."""
     pairs = [pair.partition(" = ")[::2] for pair in re.split(r", (?=\w+ = )", text)]
-    return rules.values({name: value(written) for name, written in pairs})
+    return {name: value(written) for name, written in pairs}
+
+
+def shown(found: dict, judged: set[str]) -> dict:
+    """The values that rules use, else the first few."""
+    return {name: found[name] for name in found if name in judged} or dict(list(found.items())[:FEW])
 
 
 def value(written: str):
+    if written in ("True", "False"):
+        return written == "True"
     for kind in (int, float):
         try:
             return kind(written)
