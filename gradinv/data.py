@@ -144,6 +144,25 @@ def load(
     )
 
 
+def windows(pixels: Float[Tensor, "n c h w"], side: int, stride: int) -> Float[Tensor, "m c side side"]:
+    """All squares of side by side pixels, `stride` apart, such as strangers for a line-up.
+
+    Place after place in reading order, and at each place the pictures in theirs.
+    """
+    if not 1 <= side <= min(pixels.shape[2:]) or stride < 1:
+        raise ValueError(
+            f"side must be from 1 to {min(pixels.shape[2:])} and stride at least 1, got {side} and {stride}"
+        )
+    height, width = pixels.shape[2:]
+    return torch.cat(
+        [
+            pixels[:, :, top : top + side, left : left + side]
+            for top in range(0, height - side + 1, stride)
+            for left in range(0, width - side + 1, stride)
+        ]
+    )
+
+
 def fetch(name: str) -> pathlib.Path:
     """Download a set once with torchvision, which checks its hash, and store it as `NAME/SPLIT.npz`.
 

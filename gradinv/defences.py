@@ -15,7 +15,16 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from gradinv.attacks.reconstruction import norm
-from gradinv.client import Update, expect_batch, expect_positive, expect_update, gradient, loss_between, outputs_of
+from gradinv.client import (
+    Update,
+    expect_batch,
+    expect_positive,
+    expect_update,
+    expect_whole,
+    gradient,
+    loss_between,
+    outputs_of,
+)
 
 
 def clip_norm(update: Update, bound: float) -> Update:
@@ -224,6 +233,4 @@ def _generator(device: torch.device, seed: int | None) -> torch.Generator:
     if seed is None:
         generator.seed()
         return generator
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
-    return generator.manual_seed(seed)
+    return generator.manual_seed(expect_whole("seed", seed, 0))

@@ -70,6 +70,22 @@ def distractors_nearer(
     return (apart <= own).sum(1) - 1  # itself
 
 
+def standardised(pictures: Float[Tensor, "n ..."]) -> Float[Tensor, "n p"]:
+    """Each picture as a row of mean zero and length one: without brightness and contrast, for `distractors_nearer`.
+
+    Any finite pixels will do. A picture of one value has nothing left, and becomes a row of zeros.
+    """
+    if not isinstance(pictures, Tensor) or pictures.ndim < 2:
+        got = tuple(pictures.shape) if isinstance(pictures, Tensor) else type(pictures).__name__
+        raise ValueError(f"pictures must be a tensor (n, ...), got {got}")
+    rows = pictures.flatten(1)
+    centred = rows - rows.mean(1, keepdim=True)
+    lengths = centred.norm(dim=1, keepdim=True)
+    # the mean of equal values is off by rounding, which must not be blown up to length one
+    rounding = 8 * torch.finfo(rows.dtype).eps * rows.norm(dim=1, keepdim=True)
+    return torch.where(lengths <= rounding, 0, centred / lengths)
+
+
 def best_shift(reconstruction: Float[Tensor, "n c h w"], truth: Float[Tensor, "n c h w"]) -> Float[Tensor, "n c h w"]:
     """Each reconstruction under the cyclic shift that brings it nearest to its truth.
 

@@ -14,7 +14,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr, ndtri
 from torch import Tensor
 
-from gradinv.client import Update, expect_positive, expect_update
+from gradinv.client import Update, expect_positive, expect_update, expect_whole
 
 
 def implied_multiplier(std: float, *, clip: float, expected_batch: float | int = 1) -> float:
@@ -207,16 +207,13 @@ def _ratio(exponent: Tensor, sample_rate: float) -> Tensor:
 def _shift(noise_multiplier: float, releases: int) -> float:
     """How far the picture moves the releases together, in deviations of their noise."""
     expect_positive("noise_multiplier", noise_multiplier)
-    if not isinstance(releases, int) or releases < 1:
-        raise ValueError(f"releases must be a whole number of at least 1, got {releases!r}")
-    return math.sqrt(releases) / noise_multiplier
+    return math.sqrt(expect_whole("releases", releases, 1)) / noise_multiplier
 
 
 def _sampling(sample_rate: float, steps: int) -> None:
     if not 0 < sample_rate <= 1:
         raise ValueError(f"sample_rate must lie above 0 and at most at 1, got {sample_rate}")
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
+    expect_whole("steps", steps, 1)
 
 
 def _probability(argument: str, value: float) -> None:

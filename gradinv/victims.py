@@ -18,10 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
+from gradinv.client import expect_one_of
+
 CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+PADDINGS = ("zeros", "circular")
 LEAK = 0.2  # slope of R-GAP's LeakyReLU (Zhu & Blaschko 2021)
 WEIGHTS = pathlib.Path(__file__).parent / "weights"
 
@@ -105,8 +108,7 @@ def convnet(width: int = 64, classes: int = 10, padding: str = "zeros") -> nn.Mo
 
     padding: "zeros" or "circular".
     """
-    if padding not in ("zeros", "circular"):
-        raise ValueError(f"padding must be 'zeros' or 'circular', got {padding!r}")
+    expect_one_of("padding", padding, PADDINGS)
     plan = (1, 2, 2, 4, 4, 4, "pool", 4, 4, "pool")
     layers: list[nn.Module] = [Normalize(CIFAR10_MEAN, CIFAR10_STD)]
     inputs = 3
@@ -118,9 +120,6 @@ def convnet(width: int = 64, classes: int = 10, padding: str = "zeros") -> nn.Mo
         layers += [nn.Conv2d(inputs, outputs, 3, padding=1, padding_mode=padding), nn.BatchNorm2d(outputs), nn.ReLU()]
         inputs = outputs
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(inputs * 9, classes)).eval()
-
-
-PADDINGS = ("zeros", "circular")
 
 
 def pooled_convnet(

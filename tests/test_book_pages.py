@@ -278,7 +278,7 @@ def test_every_chapter_has_a_lecture():
 
 
 def test_every_exercise_has_a_grade():
-    rows = teaching.graded(directive("book/teaching.md", "exercises-table"))
+    rows = teaching.graded()
     notebooks = [text for name, text in TEXTS.items() if name.startswith("notebooks/")]
     assert len(rows) == sum(text.count("```{exercise}") for text in notebooks)
     assert [row["grade"] for row in rows] == sorted((row["grade"] for row in rows), key=teaching.GRADES.index)
@@ -286,15 +286,21 @@ def test_every_exercise_has_a_grade():
 
 def test_every_chapter_has_one_exercise_of_each_grade():
     grades = {}
-    for row in teaching.graded(directive("book/teaching.md", "exercises-table")):
+    for row in teaching.graded():
         grades.setdefault(row["chapter"], []).append(row["grade"])
     assert {chapter: tuple(each) for chapter, each in grades.items()} == dict.fromkeys(grades, teaching.GRADES)
 
 
-@pytest.mark.parametrize("change", [{"easy": "ex-no-such"}, {"hard": ""}, {"simple": "ex-twin-loss"}])
-def test_a_wrong_grade_is_named(change):
-    with pytest.raises(ValueError, match="each exercise needs one grade of easy, medium, hard"):
-        teaching.graded({**directive("book/teaching.md", "exercises-table"), **change})
+@pytest.mark.parametrize("start", ["", "**Simple.** ", "Easy. "])
+def test_an_exercise_without_a_grade_is_named(tmp_path, monkeypatch, start):
+    exercise = "```{{exercise}} A title\n:label: {}\n{}What is it?\n```\n"
+    text = exercise.format("ex-good", "**Hard.** ") + exercise.format("ex-odd", start)
+    new = nbformat.v4
+    nbformat.write(new.new_notebook(cells=[new.new_markdown_cell(text)]), tmp_path / "one.ipynb")
+    monkeypatch.setattr(teaching.chapters, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(teaching.chapters, "names", lambda: ["one"])
+    with pytest.raises(ValueError, match=r"begins with its grade.* see ex-odd$"):
+        teaching.graded()
 
 
 def test_reading_minutes_count_text_and_shown_code(tmp_path, monkeypatch):

@@ -241,3 +241,24 @@ def test_the_centre_square(size):
     assert square.shape == (224, 224, 3)
     rows, columns = np.nonzero(square[..., 0] > 128)
     assert abs(rows.mean() - 111.5) < 2 and abs(columns.mean() - 111.5) < 2
+
+
+@pytest.mark.parametrize(("side", "stride"), [(3, 2), (4, 1), (1, 5), (5, 4)])
+def test_windows_are_all_squares_place_after_place(side, stride):
+    pixels = torch.rand(2, 3, 5, 9)
+    found = data.windows(pixels, side, stride)
+    every = pixels.unfold(2, side, stride).unfold(3, side, stride)
+    assert torch.equal(found, every.permute(2, 3, 0, 1, 4, 5).reshape(-1, 3, side, side))
+
+
+def test_windows_without_overlap_put_together_are_the_picture():
+    pixels = torch.rand(1, 3, 4, 4)
+    one, two, three, four = data.windows(pixels, 2, 2)
+    whole = torch.cat([torch.cat([one, two], 2), torch.cat([three, four], 2)], 1)
+    assert torch.equal(whole, pixels[0])
+
+
+@pytest.mark.parametrize(("side", "stride"), [(0, 1), (6, 1), (2, 0)])
+def test_windows_that_do_not_fit_are_named(side, stride):
+    with pytest.raises(ValueError, match=f"side must be from 1 to 5 and stride at least 1, got {side} and {stride}"):
+        data.windows(torch.rand(1, 3, 5, 9), side, stride)

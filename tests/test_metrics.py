@@ -155,6 +155,32 @@ def test_a_copy_of_the_truth_is_never_told_apart():
         metrics.distractors_nearer(found * float("nan"), truth, others)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_standardised_pictures_forget_brightness_and_contrast(dtype):
+    truth = pictures(4).to(dtype)
+    rows = metrics.standardised(truth)
+    assert rows.shape == (4, 3 * 16 * 13) and rows.dtype == dtype
+    torch.testing.assert_close(rows.mean(1), torch.zeros(4, dtype=dtype), atol=1e-7, rtol=0)
+    torch.testing.assert_close(rows.norm(dim=1), torch.ones(4, dtype=dtype))
+    torch.testing.assert_close(metrics.standardised(0.3 * truth + 0.4), rows, atol=1e-6, rtol=0)
+    torch.testing.assert_close(metrics.standardised(-truth), -rows)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.7, 1.0, 1e-20])
+def test_a_picture_of_one_value_standardises_to_zeros_and_spoils_no_other(value):
+    mixed = torch.cat([torch.full((1, 3, 33, 17), value), torch.rand(1, 3, 33, 17)])
+    flat, other = metrics.standardised(mixed)
+    assert (flat == 0).all()
+    torch.testing.assert_close(other.norm(), torch.tensor(1.0))
+    faint = 0.5 + 1e-4 * mixed  # what little there is still counts
+    torch.testing.assert_close(metrics.standardised(faint)[1], other, atol=1e-3, rtol=0)
+
+
+def test_standardised_wants_pictures():
+    with pytest.raises(ValueError, match=r"pictures must be a tensor \(n, \.\.\.\), got \(5,\)"):
+        inspect.unwrap(metrics.standardised)(torch.rand(5))
+
+
 @pytest.mark.parametrize("shape", [(3, 8, 8), (1, 7, 10)])
 def test_best_shift_is_the_best_of_all(shape):
     truth, other = pictures(4, shape), pictures(5, shape)[:4]

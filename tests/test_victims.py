@@ -172,7 +172,7 @@ def test_circular_padding_moves_with_the_picture(padding, commutes):
 
 
 def test_convnet_refuses_another_padding():
-    with pytest.raises(ValueError, match="padding must be 'zeros' or 'circular', got 'reflect'"):
+    with pytest.raises(ValueError, match="padding must be one of zeros, circular, got 'reflect'"):
         victims.convnet(padding="reflect")
 
 

@@ -1,7 +1,7 @@
 """Directives of the page for lecturers, which count in the notebooks and read the run records.
 
 `{lectures-table}`   a row a chapter: the lecture and what it needs, as the content says, and the minutes
-`{exercises-table}`  every exercise of the book by its grade, as the content or the exercise itself says
+`{exercises-table}`  every exercise of the book by its grade, with which its text begins
 """
 
 import math
@@ -17,7 +17,7 @@ WORDS, LINES = 150, 10  # read in a minute: words of text, lines of shown code
 UNSEEN = {"hide-input", "remove-cell"}
 GRADES = ("easy", "medium", "hard")
 EXERCISE = re.compile(r"^(`{3,})\{exercise\}([^\n]*)\n:label: (\S+)\n(.*?)^\1$", re.M | re.S)
-OWN_GRADE = re.compile(rf"\*\*({'|'.join(GRADES)})\.\*\*\s*", re.I)
+GRADE = re.compile(rf"\*\*({'|'.join(GRADES)})\.\*\*\s*", re.I)
 
 
 def cells(name: str, kind: str) -> list[nbformat.NotebookNode]:
@@ -33,31 +33,22 @@ def reading_minutes(name: str) -> int:
 
 
 def exercises() -> list[dict]:
-    """In the book's order: label, chapter, what it asks, and the grade that its text begins with, or None."""
+    """In the book's order: label, chapter, what it asks, and the grade with which its text begins, or None."""
     found = []
     for name in chapters.names():
         for cell in cells(name, "markdown"):
             for _, title, label, question in EXERCISE.findall(cell.source):
-                own = OWN_GRADE.match(question)
-                asks = title.strip() or " ".join(OWN_GRADE.sub("", question).split())
-                found.append({"label": label, "chapter": name, "asks": asks, "grade": own and own[1].lower()})
+                grade = GRADE.match(question)
+                asks = title.strip() or " ".join(GRADE.sub("", question).split())
+                found.append({"label": label, "chapter": name, "asks": asks, "grade": grade and grade[1].lower()})
     return found
 
 
-def graded(chosen: dict[str, str]) -> list[dict]:
-    """Every exercise, from the easiest to the hardest. Raises ValueError where one has no grade, two, or is not there.
-
-    chosen: labels for each grade, in one string, for the exercises that do not say it themselves.
-    """
-    grades = [(label, grade) for grade, labels in chosen.items() for label in labels.split()]
+def graded() -> list[dict]:
+    """Every exercise, from the easiest to the hardest. Raises ValueError where one does not begin with its grade."""
     rows = exercises()
-    open_ones = sorted(row["label"] for row in rows if not row["grade"])
-    if sorted(label for label, _ in grades) != open_ones or not set(chosen) <= set(GRADES):
-        odd = sorted(set(open_ones) ^ {label for label, _ in grades})
-        raise ValueError(
-            f"each exercise needs one grade of {', '.join(GRADES)}; see {', '.join(odd) or 'repeated ones'}"
-        )
-    rows = [{**row, "grade": row["grade"] or dict(grades)[row["label"]]} for row in rows]
+    if without := [row["label"] for row in rows if not row["grade"]]:
+        raise ValueError(f"an exercise begins with its grade, such as **Easy.**; see {', '.join(without)}")
     return sorted(rows, key=lambda row: GRADES.index(row["grade"]))
 
 
@@ -82,11 +73,9 @@ class LecturesTable(Ledger):
 
 
 class ExercisesTable(Ledger):
-    has_content = True
-
     def write(self):
         try:
-            found = graded(yaml.safe_load("\n".join(self.content)))
+            found = graded()
         except ValueError as error:
             raise self.error(str(error)) from error
         rows = [

@@ -101,9 +101,12 @@ def least_counts(update: Update) -> Int64[Tensor, " classes"]:
 
 def certain(update: Update) -> bool:
     """Whether labels that were read off an update are proved."""
-    return update.batch_size == 1 or (
-        _proves(update) and int(_least(update, _expect_last_layer(mean_gradient(update))).sum()) == update.batch_size
-    )
+    if update.batch_size == 1:
+        return True
+    try:
+        return int(least_counts(update).sum()) == update.batch_size
+    except ValueError:  # nothing can be proved of it
+        return False
 
 
 def found_scale(update: Update, layer: Layer | None) -> float | None:

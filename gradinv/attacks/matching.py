@@ -33,7 +33,6 @@ from gradinv.client import (
     outputs_of,
     working_copy,
 )
-from gradinv.layers import Layer
 
 OBJECTIVES = ("cosine", "euclidean")
 OPTIMIZERS = ("signed-adam", "adam", "lbfgs")
@@ -154,22 +153,20 @@ def match_gradients(
     )
     at_once = None if at_once is None else expect_whole("at_once", at_once, 1)
     classes = _classes(updates)
-    # a fact of the model, so that of every update
-    last = last_layer(updates[0]) if updates[0].labels is None or objective == "euclidean" else None
     sizes = [norm(each.gradient.values()) for each in updates]
     says = [0 < size < float("inf") for size in sizes]
-    restored = labels == "restored" and updates[0].labels is None and last is not None
+    restored = labels == "restored" and updates[0].labels is None
     if restored:
         try:
             updates = [
                 dataclasses.replace(each, labels=restore_labels(each)) if able else each
                 for each, able in zip(updates, says, strict=True)
             ]
-        except ValueError:  # rounded to nothing
+        except ValueError:  # the last layer does not tell them
             restored = False
     sought = [one_gradient(each)[0] for each in updates]  # a single local step is a gradient, and searched as one
     if objective == "euclidean" and sought[0].local is None:
-        _warn_of_scale(sought, last)
+        _warn_of_scale(sought)
     started = time.perf_counter()
     runs = [
         _Run(i, each, seed + i * restarts + restart)
@@ -233,11 +230,14 @@ class _Run:
 class _Match:
     """The objective of several runs of one network, and its gradient with respect to their pictures."""
 
-    def __init__(self, updates: Sequence[Update], objective: str, tv: float, *, fast: bool = True):
+    def __init__(
+        self, updates: Sequence[Update], objective: str, tv: float, *, fast: bool = True, also: Sequence[str] = ()
+    ):
+        """also: parameters that count as variables of the network, though their gradient was not sent."""
         first = updates[0]
         self.objective, self.tv, self.loss, self.runs = objective, tv, first.loss, len(updates)
         self.labels = None if first.labels is None else torch.cat([each.labels for each in updates])
-        self.stacked = stack(first.model, first.mode, list(first.gradient), self.runs, fast=fast)
+        self.stacked = stack(first.model, first.mode, [*first.gradient, *also], self.runs, fast=fast)
         # For the cosine of unit norm, so that a gradient of any size stays within its dtype's range.
         sizes = [norm(each.gradient.values()) if objective == "cosine" else each.scale for each in updates]
         self.minus_target = [
@@ -253,6 +253,15 @@ class _Match:
     def __call__(self, pixels: Tensor, soft: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
         """For pixels (runs, n, ...) and label logits (runs, n, classes), each run by itself: the data term (runs,),
         the objective with TV (runs,), and the objective's gradient by unknown."""
+        data, slopes = self.data_term(pixels, soft)
+        if not self.tv:
+            return data, data, slopes
+        prior = self.tv * total_variation(pixels)
+        slopes[0] += torch.autograd.grad(prior.sum(), pixels)[0]
+        return data, data + prior.detach(), slopes
+
+    def data_term(self, pixels: Tensor, soft: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """How far each run's gradient is from the one that was sent (runs,), and the slopes by unknown."""
         gradient = self.gradient(pixels, soft)
         data, direction, factor = self._match([value.detach() for value in gradient])
         self.stacked.reads_weights = False
@@ -266,12 +275,7 @@ class _Match:
                 "model must have a second derivative with respect to its pixels, which matching needs; put a smooth "
                 f"stand-in for a layer without one, such as relu6(x + 3) / 6 for Hardsigmoid: {error}"
             ) from error
-        slopes = [slope * _by_run(factor, slope) for slope in slopes]
-        if not self.tv:
-            return data, data, slopes
-        prior = self.tv * total_variation(pixels)
-        slopes[0] += torch.autograd.grad(prior.sum(), pixels)[0]
-        return data, data + prior.detach(), slopes
+        return data, [slope * _by_run(factor, slope) for slope in slopes]
 
     def gradient(self, pixels: Tensor, soft: Tensor | None = None, *, create_graph: bool = True) -> list[Tensor]:
         """The gradient of each run's loss, a tensor (runs, ...) a parameter, without what a client pruned."""
@@ -316,15 +320,16 @@ class _LocalMatch(_Match):
     """
 
     def __init__(self, updates: Sequence[Update], objective: str, tv: float, *, fast: bool = False):
-        super().__init__(updates, objective, tv, fast=False)
         first = updates[0]
-        also = [name for name, p in first.model.named_parameters() if p.requires_grad and name not in first.gradient]
-        self.stacked = stack(first.model, first.mode, [*first.gradient, *also], 1, fast=False)  # moved, though not sent
+        moved = [name for name, p in first.model.named_parameters() if p.requires_grad]
+        super().__init__(
+            updates, objective, tv, fast=False, also=[name for name in moved if name not in first.gradient]
+        )
         self.local = first.local
         self.steps = [chosen.to(self.minus_target[0].device) for chosen in self.local.batches(first.batch_size)]
         self.start = [weight.detach().clone() for weight in self.stacked.weights.values()]
 
-    def __call__(self, pixels: Tensor, soft: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def data_term(self, pixels: Tensor, soft: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         local, weights = self.local, list(self.stacked.weights.values())
         path, speed, change = [], *([torch.zeros_like(weight) for weight in weights] for _ in range(2))
         now = self.start
@@ -360,11 +365,7 @@ class _LocalMatch(_Match):
                 for w, g, s, b in zip(by_weights, slopes, by_slope, back[len(parts) :], strict=True)
             ]
             by_speed = [local.momentum * s for s in by_slope]
-        if not self.tv:
-            return data, data, by_unknown
-        prior = self.tv * total_variation(pixels)
-        by_unknown[0] += torch.autograd.grad(prior.sum(), pixels)[0]
-        return data, data + prior.detach(), by_unknown
+        return data, by_unknown
 
     def _slopes(
         self, weights: list[Tensor], chosen: Tensor, pixels: Tensor, soft: Tensor | None, *, create_graph: bool
@@ -666,7 +667,8 @@ def _assumed(update: Update, restored: bool) -> str:
     return said + (", each label in the batch of its place in ascending order" if restored else "")
 
 
-def _warn_of_scale(updates: Sequence[Update], last: Layer | None) -> None:
+def _warn_of_scale(updates: Sequence[Update]) -> None:
+    last = last_layer(updates[0])  # a fact of the model, so that of every update
     for each in updates:
         scale = found_scale(each, last)
         if scale is not None and abs(scale / each.scale - 1) > 0.05:
