@@ -17,7 +17,7 @@ SKELETON = [
     "Parameters",
     "Set-up",
     "Method",
-    "Results that reproduce",
+    "Results of the paper",
     "Results beyond the paper",
     "Verdict",
     "What differed from the paper",
