@@ -22,7 +22,7 @@ def public_functions(module):
     return {
         name: function
         for name, function in inspect.getmembers(module, inspect.isfunction)
-        if not name.startswith("_") and inspect.unwrap(function).__module__.startswith("gradinv")
+        if not name.startswith("_") and inspect.unwrap(function).__module__.startswith(module.__name__)
     }
 
 
