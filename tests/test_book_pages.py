@@ -430,7 +430,8 @@ def test_example_of_the_own_model_page_takes_a_batch(capsys):
 
 
 def tidied(frame):
-    return BeautifulSoup(tidy.data_frame(frame._repr_html_()), "html.parser").table
+    with pd.option_context("display.max_colwidth", None):  # as `plots.use_style` has it
+        return BeautifulSoup(tidy.data_frame(frame._repr_html_()), "html.parser").table
 
 
 def test_numbers_of_rows_are_dropped_and_names_of_rows_are_not():
@@ -474,7 +475,7 @@ def test_a_cell_of_a_card_says_what_it_is():
     frame = pd.DataFrame({"loss": [0.5], "PSNR": [20]}, index=pd.Index(["a"], name="network"))
     table = BeautifulSoup(cards.card(tidy.data_frame(frame._repr_html_())), "html.parser").table
     assert "cards" in table["class"]
-    assert [cell["data-label"] for cell in table.tbody(["th", "td"])] == ["network", "loss", "PSNR"]
+    assert [cell["data-label"] for cell in table.tbody(["th", "td"])] == ["", "loss", "PSNR"]
     narrow = tidy.data_frame(frame[["loss"]]._repr_html_())
     assert cards.card(narrow) == narrow
 
@@ -513,10 +514,18 @@ def test_verdicts_of_a_chapter_read_as_on_the_claims_page():
 
 
 def test_first_values_are_shown_where_there_is_no_rule():
-    row = {"claim": "It holds.", "paper": "exact", "here": "a = 2e-12, b = nan, c = True, d = 4", "passes when": ""}
+    values = "a = 2e-12, b = nan, c = True, d = 4, m = 5, n = 6, g = 7"
+    row = {"claim": "It holds.", "paper": "exact", "here": values, "passes when": ""}
     table = tidied(pd.DataFrame([{**row, "verdict": "out of reach at this scale"}]))
     _, _, here, rule, _ = table.tbody(["th", "td"])
-    assert [p.get_text() for p in here("p")] == ["a: 2\u00a0×\u00a010⁻¹²", "b: not defined", "c: yes"]
+    assert [p.get_text() for p in here("p")] == [
+        "a: 2\u00a0×\u00a010⁻¹²",
+        "b: not defined",
+        "c: yes",
+        "d: 4",
+        "m: 5",
+        "n: 6",
+    ]
     assert rule.get_text() == "no rule at this scale"
 
 

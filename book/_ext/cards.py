@@ -27,7 +27,7 @@ def card(html: str) -> str:
     table["class"] = [*table.get("class", []), "cards"]
     for row in table.tbody("tr"):
         for cell, label in zip(row(["th", "td"], recursive=False), labels, strict=True):
-            cell["data-label"] = label
+            cell["data-label"] = "" if cell.name == "th" else label  # the name of a row is the title of its card
     return str(table)
 
 

@@ -161,7 +161,7 @@ class TimesTable(Ledger):
         return [
             *lines,
             f"Made on: {'; '.join(devices)}.",
-            *(f"No chapter was run at {scale} scale yet." for scale in missing),
+            *(f"No chapter has been run at {scale} scale yet." for scale in missing),
         ]
 
     def took(self, run):

@@ -20,7 +20,7 @@ from gradinv import claims
 NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(?:e[+-]\d+)?\s?%?|[+-]?inf|NaN|")
 WORDS = {"NaN": "–", "True": "yes", "False": "no"}
 VERDICTS = ["claim", "paper", "here", "passes when", "verdict"]
-FEW = 3  # values shown where no rule chooses them
+FEW = 6  # values shown where no rule chooses them
 POWER = re.compile(r"([+-]?[\d.]+)e([+-]\d+)")
 
 
@@ -119,6 +119,8 @@ def set_verdicts(soup, table):
         judged = rules.judged([rule.get_text(), claim.partly_when if claim and rule.get_text() else None])
         found = rules.values(shown(measured(here.get_text()), judged), claim_id, judged)
         passes = rules.rule(rule.get_text(), claim_id) if rule.get_text() else "no rule at this scale"
+        if verdict.get_text() == "partly":
+            passes += f"; partly when {rules.rule(claim.partly_when, claim_id)}"
         set_words(says, rules.prose(says.get_text()))
         set_words(paper, rules.prose(paper.get_text()))
         set_words(here, "".join(f"<p>{name}: {text}</p>" for name, text in found.items()))
