@@ -15,7 +15,7 @@ def _text(notebook: nbformat.NotebookNode) -> str:
 
 def exercises(notebook: nbformat.NotebookNode) -> list[str]:
     """The label of each exercise."""
-    return [label for _, _, label, _ in EXERCISE.findall(_text(notebook))]
+    return [label for _, label, _ in EXERCISE.findall(_text(notebook))]
 
 
 def solutions(notebook: nbformat.NotebookNode) -> dict[str, str]:

@@ -16,15 +16,11 @@ def card(html: str) -> str:
     table = BeautifulSoup(html, "html.parser").table
     heads = table.thead("tr") if table.thead else []
     labels = [" ".join(cell.get_text().split()) for cell in heads[0](["th", "td"])] if len(heads) == 1 else []
-    if (
-        len(labels) < 3
-        or not table.get("class")
-        or OWN & set(table.get("class", []))
-        or table.find(colspan=True)
-        or table.find(rowspan=True)
-    ):
+    kinds = table.get("class", [])
+    merged = table.select_one("[colspan], [rowspan]")
+    if len(labels) < 3 or not kinds or OWN & set(kinds) or merged:
         return html
-    table["class"] = [*table.get("class", []), "cards"]
+    table["class"] = [*kinds, "cards"]
     for row in table.tbody("tr"):
         for cell, label in zip(row(["th", "td"], recursive=False), labels, strict=True):
             cell["data-label"] = "" if cell.name == "th" else label  # the name of a row is the title of its card

@@ -54,7 +54,11 @@ def words(claim_id: str) -> Mapping[str, str]:
 
 def name(identifier: str, claim_id: str = "") -> str:
     """The name of a value, its claim's or in parts: `mse_ratio` is "*MSE ratio*", `lr_1e_2` "*learning rate 0.01*"."""
-    return f"*{_name(identifier, words(claim_id)).removeprefix(YES_OR_NO)}*"
+    return _italic(_name(identifier, words(claim_id)))
+
+
+def _italic(text: str) -> str:
+    return f"*{text.removeprefix(YES_OR_NO)}*"
 
 
 def _name(identifier, known) -> str:
@@ -117,10 +121,10 @@ def values(measured: Mapping, claim_id: str = "", apart: Iterable[str] = ()) -> 
     found = {}
     for key, value in measured.items():
         if key not in inside:
-            yes_or_no = _name(key, known).startswith(YES_OR_NO)
+            called = _name(key, known)
             interval = f" ({_between(measured, *intervals[key])})" if key in intervals else ""
-            text = number(bool(value) if yes_or_no else value, 7 if isinstance(value, int) else 4)
-            found[name(key, claim_id)] = text + interval
+            text = number(bool(value) if called.startswith(YES_OR_NO) else value, 7 if isinstance(value, int) else 4)
+            found[_italic(called)] = text + interval
     return found
 
 
@@ -137,7 +141,7 @@ def _between(measured, low, high):
 def _phrase(node) -> str:
     match node:
         case ast.Name():
-            return f"*{node.id.removeprefix(YES_OR_NO)}*"
+            return _italic(node.id)
         case ast.Constant():
             return number(node.value)
         case ast.BoolOp():

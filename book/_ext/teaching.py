@@ -16,7 +16,7 @@ from gradinv import chapters
 WORDS, LINES = 150, 10  # read in a minute: words of text, lines of shown code
 UNSEEN = {"hide-input", "remove-cell"}
 GRADES = ("easy", "medium", "hard")
-EXERCISE = re.compile(r"^(`{3,})\{exercise\}([^\n]*)\n:label: (\S+)\n(.*?)^\1$", re.M | re.S)
+EXERCISE = re.compile(r"^(`{3,})\{exercise\}[^\n]*\n:label: (\S+)\n(.*?)^\1$", re.M | re.S)
 GRADE = re.compile(rf"\*\*({'|'.join(GRADES)})\.\*\*\s*", re.I)
 
 
@@ -37,7 +37,7 @@ def exercises() -> list[dict]:
     found = []
     for name in chapters.names():
         for cell in cells(name, "markdown"):
-            for _, _, label, question in EXERCISE.findall(cell.source):
+            for _, label, question in EXERCISE.findall(cell.source):
                 grade = GRADE.match(question)
                 asks = " ".join(GRADE.sub("", question).split())
                 found.append({"label": label, "chapter": name, "asks": asks, "grade": grade and grade[1].lower()})

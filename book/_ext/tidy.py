@@ -116,9 +116,10 @@ def set_verdicts(soup, table):
         says.name, says["scope"] = "th", "row"
         claim = ledger.get(says.get_text())
         claim_id = claim.id if claim else ""
-        judged = rules.judged([rule.get_text(), claim.partly_when if claim and rule.get_text() else None])
+        written = rule.get_text()
+        judged = rules.judged([written, claim.partly_when if claim and written else None])
         found = rules.values(shown(measured(here.get_text()), judged), claim_id, judged)
-        passes = rules.rule(rule.get_text(), claim_id) if rule.get_text() else "no rule at this scale"
+        passes = rules.rule(written, claim_id) if written else "no rule at this scale"
         if verdict.get_text() == "partly":
             passes += f"; partly when {rules.rule(claim.partly_when, claim_id)}"
         set_words(says, rules.prose(says.get_text()))
