@@ -395,8 +395,8 @@ def test_nothing_is_cut_off_on_paper(site, browser, page, monkeypatch):
     pdf.prepare(tab, site / f"{page}.html", site)
     wide = """() => [...document.querySelectorAll('article *')].filter(box => !box.closest('mjx-container, .math')
         && box.getBoundingClientRect().right > innerWidth + 1).map(box => box.outerHTML.slice(0, 150))"""
-    folded = """() => [...document.querySelectorAll('article :is(details, .toggle-hidden)')].filter(box => !box.open)
-        .map(box => box.outerHTML.slice(0, 150))"""
+    folded = """() => [...document.querySelectorAll('article :is(details:not(.audit *), .toggle-hidden)')]
+        .filter(box => !box.open).map(box => box.outerHTML.slice(0, 150))"""
     assert tab.evaluate(wide) == []
     assert tab.evaluate(folded) == []
     tab.close()

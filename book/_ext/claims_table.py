@@ -155,7 +155,7 @@ class ClaimsTable(Ledger):
                 f"[`{claim.id}`](#claim-{claim.id})",
             ],
             [
-                f"{'A question of this book about ' if asker(claim) == OURS else ''}{{cite:t}}`{claim.paper}`"
+                f"{'A question of this book; see ' if asker(claim) == OURS else ''}{{cite:t}}`{claim.paper}`"
                 + (f", {claim.where}" if asker(claim) != OURS else ""),
                 f"Reported: {rules.prose(claim.reported or 'not readable')}",
                 *([] if claim.read_in.startswith("derived") else [f"Read in: {claim.read_in}"]),
@@ -165,13 +165,14 @@ class ClaimsTable(Ledger):
 
     def here(self, claim):
         results = self.results(claim)
-        yield " ".join(f"{scale}:\u00a0{badge(result['verdict'])}" for scale, result in results.items())
+        verdicts = (f"{scale}:\u00a0{badge(result['verdict'])}" for scale, result in results.items())
+        yield " ".join(verdicts) or NOT_YET
         judged = rules.judged([*(claim.passes_when or {}).values(), claim.partly_when])
         used = {name for result in results.values() for name in result["values"]}
         yield "\n".join(f"- {value}" for value in beside(results, claim.id, judged & used or used, judged))
         if (judged & used) and (used - judged):
             yield f"Also: {'; '.join(beside(results, claim.id, used - judged, judged))}"
-        yield f"Unit: {rules.prose(claim.unit)}" if self.results(claim) else NOT_YET
+        yield f"Unit: {rules.prose(claim.unit)}"
         heading = re.sub(r'[`<>"]', "", self.places[claim.id].heading)
         yield f"Measured in {{ref}}`“{heading}” <measured-{claim.id}>`"
         yield from passes_when(claim)
