@@ -552,7 +552,7 @@ def test_filtered_claims_can_be_linked(visit):
     assert shown.count() == sum(claim.chapter == "twin_data" for claim in claims.ledger().values())
     assert tab.get_by_label("Chapter").input_value() == "twin_data"
     assert 0 <= shown.last.bounding_box()["y"] < 900, "the linked claim is not in sight"
-    shown.last.get_by_text("Rule as judged").tap()
+    shown.last.get_by_text("In detail").tap()
     assert shown.last.locator("details code").first.is_visible()
     tab.get_by_role("button", name="Show all").tap()
     assert tab.evaluate("() => document.documentElement.scrollWidth") <= PHONE
