@@ -1,8 +1,8 @@
 """Print the built site as PDF with Chromium: `python book/pdf.py` after `make site` and a `singlehtml` build.
 
-Writes `gradient-inversion.pdf` and one file a chapter. Everything that is folded away on a page is shown, and links
-lead to the site's address where `_config.yml` has one; other links between pages are left out, as they would lead to
-the folder of whoever printed it.
+Writes `gradient-inversion.pdf` and one file a chapter. What is folded away on a page is shown, but for an audit's long
+lists of layers. Links lead to the site's address where `_config.yml` has one; other links between pages are left out,
+as they would lead to the folder of whoever printed it.
 """
 
 import argparse
@@ -15,8 +15,9 @@ from playwright.sync_api import Page, sync_playwright
 
 ROOT = pathlib.Path(__file__).parent.parent
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-WIDTH = 703  # pixels between the margins of A4, for what measures itself before it is printed
-PAPER = {"format": "A4", "margin": {"top": "15mm", "bottom": "16mm", "left": "12mm", "right": "12mm"}}
+SCALE = 0.85  # text of the site as one is used to it on paper
+WIDTH = round(703 / SCALE)  # pixels between the margins of A4, for what measures itself before it is printed
+PAPER = {"format": "A4", "scale": SCALE, "margin": {"top": "15mm", "bottom": "16mm", "left": "12mm", "right": "12mm"}}
 FOOTER = (
     "<div style='font-size: 8px; width: 100%; text-align: center'>"
     "<span class='pageNumber'></span> / <span class='totalPages'></span></div>"
@@ -24,9 +25,12 @@ FOOTER = (
 STILL = "*, ::before, ::after { animation: none !important; transition: none !important; }"
 SHOW_ALL = """() => {
     document.documentElement.dataset.theme = "light";
-    document.querySelectorAll("details").forEach((box) => { box.open = true; });
+    document.querySelectorAll("details:not(.audit *)").forEach((box) => { box.open = true; }); // long lists of layers
     document.querySelectorAll(".toggle-hidden").forEach((box) => box.classList.remove("toggle-hidden"));
     document.querySelectorAll("img[loading]").forEach((picture) => picture.removeAttribute("loading"));
+    const contents = document.querySelector("#jb-print-toc"); // of the whole book, behind its first page
+    const whole = contents && document.querySelector(".toctree-wrapper section");
+    if (whole) document.querySelector("article section section").before(contents);
 }"""
 # in the whole book an id that chapters share, such as that of a citation, leads to the first chapter only
 LEAD_LINKS = """([folder, address]) => {

@@ -476,6 +476,9 @@ def test_a_cell_of_a_card_says_what_it_is():
     table = BeautifulSoup(cards.card(tidy.data_frame(frame._repr_html_())), "html.parser").table
     assert "cards" in table["class"]
     assert [cell["data-label"] for cell in table.tbody(["th", "td"])] == ["", "loss", "PSNR"]
+    numbered = frame.rename({"a": 18}).rename_axis("depth")  # a number alone does not say what the card is of
+    table = BeautifulSoup(cards.card(tidy.data_frame(numbered._repr_html_())), "html.parser").table
+    assert table.tbody.th["data-label"] == "depth"
     narrow = tidy.data_frame(frame[["loss"]]._repr_html_())
     assert cards.card(narrow) == narrow
 
@@ -515,7 +518,8 @@ def test_verdicts_of_a_chapter_read_as_on_the_claims_page():
 
 def test_first_values_are_shown_where_there_is_no_rule():
     values = "a = 2e-12, b = nan, c = True, d = 4, m = 5, n = 6, g = 7"
-    row = {"claim": "It holds.", "paper": "exact", "here": values, "passes when": ""}
+    says = claims.ledger()["geiping.tab1.visual_vs_psnr"].says
+    row = {"claim": says, "paper": "exact", "here": values, "passes when": ""}
     table = tidied(pd.DataFrame([{**row, "verdict": "out of reach at this scale"}]))
     _, _, here, rule, _ = table.tbody(["th", "td"])
     assert [p.get_text() for p in here("p")] == [
@@ -527,6 +531,8 @@ def test_first_values_are_shown_where_there_is_no_rule():
         "n: 6",
     ]
     assert rule.get_text() == "no rule at this scale"
+    with pytest.raises(LookupError, match="no claim of the ledger says 'It held.'; rerun the chapter"):
+        tidied(pd.DataFrame([{**row, "claim": "It held.", "verdict": "partly"}]))
 
 
 @pytest.mark.parametrize(

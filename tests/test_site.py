@@ -395,8 +395,8 @@ def test_nothing_is_cut_off_on_paper(site, browser, page, monkeypatch):
     pdf.prepare(tab, site / f"{page}.html", site)
     wide = """() => [...document.querySelectorAll('article *')].filter(box => !box.closest('mjx-container, .math')
         && box.getBoundingClientRect().right > innerWidth + 1).map(box => box.outerHTML.slice(0, 150))"""
-    folded = """() => [...document.querySelectorAll('article :is(details, .toggle-hidden)')].filter(box => !box.open)
-        .map(box => box.outerHTML.slice(0, 150))"""
+    folded = """() => [...document.querySelectorAll('article :is(details:not(.audit *), .toggle-hidden)')]
+        .filter(box => !box.open).map(box => box.outerHTML.slice(0, 150))"""
     assert tab.evaluate(wide) == []
     assert tab.evaluate(folded) == []
     tab.close()
@@ -552,7 +552,7 @@ def test_filtered_claims_can_be_linked(visit):
     assert shown.count() == sum(claim.chapter == "twin_data" for claim in claims.ledger().values())
     assert tab.get_by_label("Chapter").input_value() == "twin_data"
     assert 0 <= shown.last.bounding_box()["y"] < 900, "the linked claim is not in sight"
-    shown.last.get_by_text("Rule as judged").tap()
+    shown.last.get_by_text("In detail").tap()
     assert shown.last.locator("details code").first.is_visible()
     tab.get_by_role("button", name="Show all").tap()
     assert tab.evaluate("() => document.documentElement.scrollWidth") <= PHONE

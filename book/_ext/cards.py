@@ -8,6 +8,7 @@ import re
 from bs4 import BeautifulSoup
 
 TABLE = re.compile(r"<table\b.*?</table>", re.S)
+NUMBER = re.compile(r"[\d.,]+")
 OWN = {"claims", "chapters", "status", "verdicts"}
 
 
@@ -23,7 +24,8 @@ def card(html: str) -> str:
     table["class"] = [*kinds, "cards"]
     for row in table.tbody("tr"):
         for cell, label in zip(row(["th", "td"], recursive=False), labels, strict=True):
-            cell["data-label"] = "" if cell.name == "th" else label  # the name of a row is the title of its card
+            title = cell.name == "th" and not NUMBER.fullmatch(cell.get_text())  # the name of a row, if it says enough
+            cell["data-label"] = "" if title else label
     return str(table)
 
 

@@ -155,7 +155,7 @@ class ClaimsTable(Ledger):
                 f"[`{claim.id}`](#claim-{claim.id})",
             ],
             [
-                f"{'A question of this book about ' if asker(claim) == OURS else ''}{{cite:t}}`{claim.paper}`"
+                f"{'A question of this book; see ' if asker(claim) == OURS else ''}{{cite:t}}`{claim.paper}`"
                 + (f", {claim.where}" if asker(claim) != OURS else ""),
                 f"Reported: {rules.prose(claim.reported or 'not readable')}",
                 *([] if claim.read_in.startswith("derived") else [f"Read in: {claim.read_in}"]),
@@ -165,16 +165,16 @@ class ClaimsTable(Ledger):
 
     def here(self, claim):
         results = self.results(claim)
-        yield " ".join(f"{scale}:\u00a0{badge(result['verdict'])}" for scale, result in results.items())
+        verdicts = (f"{scale}:\u00a0{badge(result['verdict'])}" for scale, result in results.items())
+        yield " ".join(verdicts) or NOT_YET
         judged = rules.judged([*(claim.passes_when or {}).values(), claim.partly_when])
         used = {name for result in results.values() for name in result["values"]}
         yield "\n".join(f"- {value}" for value in beside(results, claim.id, judged & used or used, judged))
-        if (judged & used) and (used - judged):
-            yield f"Also: {'; '.join(beside(results, claim.id, used - judged, judged))}"
-        yield f"Unit: {rules.prose(claim.unit)}" if self.results(claim) else NOT_YET
         heading = re.sub(r'[`<>"]', "", self.places[claim.id].heading)
         yield f"Measured in {{ref}}`“{heading}” <measured-{claim.id}>`"
         yield from passes_when(claim)
+        others = beside(results, claim.id, used - judged if judged & used else set(), judged)
+        yield in_detail(claim, "; ".join(others))
 
 
 class ClaimsParts(Ledger):
@@ -206,20 +206,25 @@ def beside(results, claim_id: str, names: set[str], judged: set[str]) -> Iterato
 
 
 def passes_when(claim) -> Iterator[str]:
-    """The rules in words, one paragraph for scales of the same rule, and behind them the rules as they are judged."""
-    written = []
+    """The rules in words, one paragraph for scales of the same rule."""
     for rule, scales in groupby(claims.SCALES, key=lambda scale: (claim.passes_when or {}).get(scale)):
         if rule:
             names = list(scales)
             where = "" if len(names) == len(claims.SCALES) else f" at {' and '.join(names)} scale"
             yield f"Passes{where} when {rules.rule(rule, claim.id)}."
-            written.append(rule)
     if claim.partly_when:
         yield f"Partly when {rules.rule(claim.partly_when, claim.id)}."
-        written.append(f"partly: {claim.partly_when}")
-    if written:
-        code = "".join(f"<code>{html.escape(rule)}</code>" for rule in written)
-        yield f"<details><summary>Rule as judged</summary>{code}</details>"
+
+
+def in_detail(claim, others: str) -> str:
+    """Folded away: the values that no rule uses, the unit, and the rules as they are judged."""
+    lines = [f"Also: {others}"] if others else []
+    lines.append(f"Unit: {rules.prose(claim.unit)}")
+    words = "".join("<p>" + re.sub(r"\*([^*]+)\*", r"<em>\1</em>", line) + "</p>" for line in lines)
+    written = [rule for rule, _ in groupby((claim.passes_when or {}).values()) if rule]
+    written += [f"partly: {claim.partly_when}"] if claim.partly_when else []
+    code = "".join(f"<code>{html.escape(rule)}</code>" for rule in written)
+    return f"<details><summary>In detail</summary>{words}{code}</details>"
 
 
 def options(words: dict[str, str]) -> str:

@@ -115,13 +115,14 @@ def set_verdicts(soup, table):
         says, paper, here, rule, verdict = row("td")
         says.name, says["scope"] = "th", "row"
         claim = ledger.get(says.get_text())
-        claim_id = claim.id if claim else ""
+        if claim is None:
+            raise LookupError(f"no claim of the ledger says {says.get_text()!r}; rerun the chapter that prints it")
         written = rule.get_text()
-        judged = rules.judged([written, claim.partly_when if claim and written else None])
-        found = rules.values(shown(measured(here.get_text()), judged), claim_id, judged)
-        passes = rules.rule(written, claim_id) if written else "no rule at this scale"
+        judged = rules.judged([written, claim.partly_when if written else None])
+        found = rules.values(shown(measured(here.get_text()), judged), claim.id, judged)
+        passes = rules.rule(written, claim.id) if written else "no rule at this scale"
         if verdict.get_text() == "partly":
-            passes += f"; partly when {rules.rule(claim.partly_when, claim_id)}"
+            passes += f"; partly when {rules.rule(claim.partly_when, claim.id)}"
         set_words(says, rules.prose(says.get_text()))
         set_words(paper, rules.prose(paper.get_text()))
         set_words(here, "".join(f"<p>{name}: {text}</p>" for name, text in found.items()))
