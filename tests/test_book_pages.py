@@ -531,7 +531,7 @@ def test_first_values_are_shown_where_there_is_no_rule():
         "n: 6",
     ]
     assert rule.get_text() == "no rule at this scale"
-    with pytest.raises(LookupError, match="no claim of the ledger says 'It held.'; rerun the chapter"):
+    with pytest.raises(LookupError, match=r"no claim of the ledger says 'It held\.'; rerun the chapter"):
         tidied(pd.DataFrame([{**row, "claim": "It held.", "verdict": "partly"}]))
 
 
