@@ -476,9 +476,10 @@ def test_a_cell_of_a_card_says_what_it_is():
     table = BeautifulSoup(cards.card(tidy.data_frame(frame._repr_html_())), "html.parser").table
     assert "cards" in table["class"]
     assert [cell["data-label"] for cell in table.tbody(["th", "td"])] == ["", "loss", "PSNR"]
-    numbered = frame.rename({"a": 18}).rename_axis("depth")  # a number alone does not say what the card is of
-    table = BeautifulSoup(cards.card(tidy.data_frame(numbered._repr_html_())), "html.parser").table
-    assert table.tbody.th["data-label"] == "depth"
+    for number in (18, 0.5, "10⁻⁶"):  # a number alone does not say what the card is of
+        numbered = frame.rename({"a": number}).rename_axis("depth")
+        table = BeautifulSoup(cards.card(tidy.data_frame(numbered._repr_html_())), "html.parser").table
+        assert table.tbody.th["data-label"] == "depth"
     narrow = tidy.data_frame(frame[["loss"]]._repr_html_())
     assert cards.card(narrow) == narrow
 

@@ -8,7 +8,7 @@ import re
 from bs4 import BeautifulSoup
 
 TABLE = re.compile(r"<table\b.*?</table>", re.S)
-NUMBER = re.compile(r"[\d.,]+")
+NUMBER = re.compile(r"[\d.,]+|10⁻?[⁰¹²³⁴-⁹]+")
 OWN = {"claims", "chapters", "status", "verdicts"}
 
 
