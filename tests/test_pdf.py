@@ -26,10 +26,13 @@ PAGE = f"""<!doctype html><html lang="en"><head><title>A short page</title>
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory):
+def chromium():
     with sync_playwright() as playwright:
-        if pdf.find_chromium(playwright) is None:
-            pytest.skip(f"no {', '.join(pdf.NAMES)} on PATH")
+        return pdf.find_chromium(playwright) or pytest.skip(f"no {', '.join(pdf.NAMES)} on PATH")
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory, chromium):
     folder = tmp_path_factory.mktemp("site")
     (folder / "page.html").write_text(PAGE)
     pdf.print_pages({folder / "page.html": folder / "pdf/plain.pdf"}, folder)
@@ -74,15 +77,13 @@ def test_the_whole_book_stands_at_the_top_of_its_folder(tmp_path):
     assert page.read_text() == '<a href="#there">there</a> <a href="#here">here</a>'
 
 
-def test_the_contents_follow_the_first_page_of_the_whole_book(tmp_path):
+def test_the_contents_follow_the_first_page_of_the_whole_book(tmp_path, chromium):
     contents = '<div id="jb-print-toc">Contents</div>'
     chapter = '<div class="toctree-wrapper"><section>One</section></div>'
     book = f"{contents}<article><section><h1>Book</h1><section>Opening</section>{chapter}</section></article>"
     (tmp_path / "book.html").write_text(f"<!doctype html><body>{book}</body>")
     (tmp_path / "page.html").write_text(f"<!doctype html><body>{book.replace(chapter, '')}</body>")
     with sync_playwright() as playwright:
-        if (chromium := pdf.find_chromium(playwright)) is None:
-            pytest.skip(f"no {', '.join(pdf.NAMES)} on PATH")
         page = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
         for name, words in (("book", "Book Contents Opening One"), ("page", "Contents Book Opening")):
             pdf.prepare(page, tmp_path / f"{name}.html", tmp_path)

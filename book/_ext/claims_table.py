@@ -169,12 +169,12 @@ class ClaimsTable(Ledger):
         yield " ".join(verdicts) or NOT_YET
         judged = rules.judged([*(claim.passes_when or {}).values(), claim.partly_when])
         used = {name for result in results.values() for name in result["values"]}
-        yield "\n".join(f"- {value}" for value in beside(results, claim.id, judged & used or used, judged))
+        listed = judged & used or used
+        yield "\n".join(f"- {value}" for value in beside(results, claim.id, listed, judged))
         heading = re.sub(r'[`<>"]', "", self.places[claim.id].heading)
         yield f"Measured in {{ref}}`“{heading}” <measured-{claim.id}>`"
         yield from passes_when(claim)
-        others = beside(results, claim.id, used - judged if judged & used else set(), judged)
-        yield in_detail(claim, "; ".join(others))
+        yield in_detail(claim, "; ".join(beside(results, claim.id, used - listed, judged)))
 
 
 class ClaimsParts(Ledger):
@@ -220,7 +220,7 @@ def in_detail(claim, others: str) -> str:
     """Folded away: the values that no rule uses, the unit, and the rules as they are judged."""
     lines = [f"Also: {others}"] if others else []
     lines.append(f"Unit: {rules.prose(claim.unit)}")
-    words = "".join("<p>" + re.sub(r"\*([^*]+)\*", r"<em>\1</em>", line) + "</p>" for line in lines)
+    words = "".join(f"<p>{rules.emphasis(line)}</p>" for line in lines)
     written = [rule for rule, _ in groupby((claim.passes_when or {}).values()) if rule]
     written += [f"partly: {claim.partly_when}"] if claim.partly_when else []
     code = "".join(f"<code>{html.escape(rule)}</code>" for rule in written)

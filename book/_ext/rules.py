@@ -61,6 +61,11 @@ def _italic(text: str) -> str:
     return f"*{text.removeprefix(YES_OR_NO)}*"
 
 
+def emphasis(text: str) -> str:
+    """The HTML of what stands between two stars, where no Markdown is read."""
+    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
+
+
 def _name(identifier, known) -> str:
     if identifier in known:
         return known[identifier]

@@ -136,7 +136,7 @@ def set_verdicts(soup, table):
 
 def set_words(cell, words: str):
     cell.clear()
-    cell.append(BeautifulSoup(re.sub(r"\*([^*]+)\*", r"<em>\1</em>", words), "html.parser"))
+    cell.append(BeautifulSoup(rules.emphasis(words), "html.parser"))
 
 
 def measured(text: str) -> dict:
