@@ -24,6 +24,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collectstart(collector):
+    """Layers that a module draws where it is imported are the same, whatever was imported before it."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def seed():
     """Every test draws the same numbers, whichever tests run before it."""
